@@ -34,7 +34,7 @@ _BLOCKS_OF_EXPERTS = 7
 
 @dataclass(frozen=True)
 class Case:
-    """How an engine dies, and what must be said of it."""
+    """The way an engine dies, and what must be said of it."""
 
     kernel: str | None
     """A part of its name; None if no kernel faults."""
@@ -62,7 +62,7 @@ CASES = {
     "killed": Case(None, after="killed"),
 }
 _switches: dict[bool, Any] = {}
-"""Whether a launch is in a CUDA graph: what is added to its ids."""
+"""True for a launch in a CUDA graph -> what is added to its ids."""
 
 
 def plant_far_ids(module: Any, flag: Path | None) -> None:

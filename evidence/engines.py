@@ -1,4 +1,4 @@
-"""What engines of these scripts share with those of moedoctor: arguments for a tiny model, and prompts."""
+"""Shared by the engines of these scripts and of moedoctor: arguments for a tiny model, and prompts."""
 
 from __future__ import annotations
 

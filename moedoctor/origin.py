@@ -75,7 +75,7 @@ class Origin(TypedDict):
     """The origin of a report."""
 
     date: str
-    """When the report was made, in UTC: ``2026-11-23T04:05:06Z``."""
+    """The time when the report was made, in UTC: ``2026-11-23T04:05:06Z``."""
     version: str
     """moedoctor's version."""
     commit: str | None

@@ -90,7 +90,7 @@ class Look:
     """The look of a verdict in every format, and its meaning for one."""
 
     tone: Literal["good", "bad", "warn", "info", "quiet", "odd"]
-    """How a format sets the word apart."""
+    """The way a format sets the word apart."""
     rank: int = 0
     """0 is the best verdict of a scenario. The worst come first, and a higher rank is a regression."""
     wrong: bool = False
@@ -171,7 +171,7 @@ class Skip:
 
 
 Outcome = Observation | Crash | Skip
-"""What a child process came back with."""
+"""The answer of a child process."""
 
 
 class UnavailableError(Exception):
@@ -206,12 +206,12 @@ class CaseResult:
     parameters: Mapping[str, Scalar]
     verdict: CaseVerdict
     expected: CaseVerdict | None = field(default=None, kw_only=True, metadata=_SPARSE)
-    """What the scenario file expects of the subject; None if it expects nothing."""
+    """The verdict that the scenario file expects of the subject; None if it expects nothing."""
     figure: str = field(default="", kw_only=True)
     """The figure that decides the verdict, in words short enough for a table cell."""
     evidence: Evidence = field(default_factory=dict)
     reason: str | None = None
-    """Why it was skipped or went wrong; None for `reproduced` and `clean`."""
+    """The reason why it was skipped or went wrong; None for `reproduced` and `clean`."""
     seconds: float = field(default=0.0, metadata={"ge": 0, "allow_inf_nan": False})
     """Wall time of the child, in seconds."""
 
@@ -229,15 +229,15 @@ class ClaimResult:
 
     text: str
     source: str
-    """Where it was said, e.g. ``vllm-project/vllm#39593``."""
+    """The place where it was said, e.g. ``vllm-project/vllm#39593``."""
     verdict: ClaimVerdict
     evidence: Evidence = field(default_factory=dict)
     reason: str | None = None
-    """Why it is untested, or in words what the figures say."""
+    """The reason why it is untested, or the meaning of the figures."""
     subject: str | None = field(default=None, kw_only=True, metadata=_SPARSE)
-    """What the statement is about; None in reports of older releases."""
+    """The subject of the statement; None in reports of older releases."""
     conditions: str | None = field(default=None, kw_only=True, metadata=_SPARSE)
-    """Where it was said to hold."""
+    """The conditions under which it was said to hold."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class Unfinished:
     """The cases and claims of a scenario that a run left, because it was ended before them."""
 
     why: str
-    """What ended the run: ``interrupted``, or ``--time-budget 180 s ended``."""
+    """The cause of the end: ``interrupted``, or ``--time-budget 180 s ended``."""
     cases: Mapping[str, int]
     """Subject -> number of its cases that were left."""
     claims: int = _count()
@@ -266,13 +266,13 @@ class ScenarioResult:
     verdict: ScenarioVerdict
     file: str
     line: int = field(default=1, kw_only=True, metadata={"ge": 1})
-    """Where in `file` the scenario starts, for annotations."""
+    """The line of `file` where the scenario starts, for annotations."""
     reason: str | None = field(default=None, kw_only=True)
-    """Why the verdict is not `proved`, in one line."""
+    """The reason why the verdict is not `proved`, in one line."""
     cases: tuple[CaseResult, ...] = ()
     claims: tuple[ClaimResult, ...] = ()
     conclusions: Evidence = field(default_factory=dict)
-    """What several cases say together, e.g. ``{"first_fixed_release": "0.20.0"}``."""
+    """Conclusions from several cases together, e.g. ``{"first_fixed_release": "0.20.0"}``."""
     unfinished: Unfinished | None = field(default=None, kw_only=True, metadata=_SPARSE)
     """The cases and claims that were left; None if everything that can run here ran."""
 
@@ -289,7 +289,7 @@ class Summary:
     error: int = _count()
     exit_code: int = _count()
     reasons: tuple[str, ...] | None = field(default=None, metadata=_SPARSE)
-    """Why the exit code is not 0, in words; None in a report that does not say."""
+    """Reasons why the exit code is not 0, in words; None in a report that does not say."""
     cases: Mapping[str, int] = field(default_factory=dict)
     """Cases counted by verdict."""
     interrupted: bool = False
@@ -305,13 +305,13 @@ class Report:
     """moedoctor's own version."""
     command: str
     origin: Mapping[str, Any] | None = field(default=None, kw_only=True, metadata=_SPARSE)
-    """Where the report comes from, as `moedoctor.origin.Origin`; None in reports of older releases."""
+    """The origin of the report, as `moedoctor.origin.Origin`; None in reports of older releases."""
     environment: Mapping[str, Any]
     scenarios: tuple[ScenarioResult, ...]
     findings: tuple[str, ...] = field(default=(), kw_only=True)
     """Gate decisions in words: what regressed against the baseline, and where."""
     capsule: Mapping[str, Any] | None = field(default=None, kw_only=True, metadata=_SPARSE)
-    """What `moedoctor replay` found in a recorded call that the report is about; None without one."""
+    """The findings of `moedoctor replay` in a recorded call that the report is about; None without one."""
     summary: Summary
 
 

@@ -216,7 +216,7 @@ _INVISIBLE = re.compile(f"[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff{_UNSEEN}]")
 # JSON itself escapes only what is below U+0020.
 _NOT_IN_JSON = re.compile(rf"[\x7f-\x9f\u2028\u2029{_UNSEEN}]|(?<=#)#(?=\w*\[)")
 COMMAND = re.compile(r"^((?:[^\S\n]|\x1b\[[0-9;]*m)*):(?=:)|#(?=#\w*\[)", re.MULTILINE)
-"""What a CI server that reads a log runs: ``::error`` at the start of a line, ``##[error]`` anywhere."""
+"""A command to a CI server that reads a log: ``::error`` at the start of a line, ``##[error]`` anywhere."""
 
 
 def clean(text: str) -> str:

@@ -38,7 +38,7 @@ _MARK = re.compile(r"^<!-- made:.*$", re.MULTILINE)
 
 
 class Claim(NamedTuple):
-    """What one stored report says about a statement of somebody else."""
+    """The verdict of one stored report on a statement of somebody else."""
 
     id: str
     text: str

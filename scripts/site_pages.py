@@ -238,7 +238,7 @@ def _to_entries(ids: Sequence[str]) -> str:
 
 
 def _is_message(text: str) -> bool:
-    """Whether a piece of code in an entry is what a program printed, not a command or a name."""
+    """Return True if a piece of code in an entry is what a program printed, not a command or a name."""
     words = not text.startswith(("moedoctor ", "--", "vllm ", "VLLM_", "MOEDOCTOR_"))
     return " " in text and len(text) >= _SHORTEST_MESSAGE and words
 

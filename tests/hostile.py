@@ -21,9 +21,9 @@ OF_NAMES, OF_KEYS = (
 ACTED_ON = re.compile(
     "[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""What a terminal acts on. Only line ends are ours."""
+"""Characters that a terminal acts on. Only line ends are ours."""
 COMMAND = re.compile(r"^[^\S\n]*::|##\w*\[", re.MULTILINE)
-"""What a CI server that reads a log runs: GitHub's runner drops the spaces before ``::``."""
+"""A command to a CI server that reads a log: GitHub's runner drops the spaces before ``::``."""
 _MOST_ECHOED = 200
 
 

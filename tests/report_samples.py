@@ -16,7 +16,7 @@ ENVIRONMENT: dict[str, Any] = {
 }  # fmt: skip
 
 CAPSULE: dict[str, Any] = json.loads(Path(__file__).with_name("replay_report.json").read_text("utf-8"))
-"""What `moedoctor replay tests/trace/engine_wrong_scale.moecapsule --format json` wrote."""
+"""The output of `moedoctor replay tests/trace/engine_wrong_scale.moecapsule --format json`."""
 _GPU_STATE: dict[str, Any] = {
     "index": 0, "name": "NVIDIA H200", "samples": 8, "busy_samples": 6,
     "sm_clock_mhz": {"min": 1965.0, "median": 1980.0, "max": 1980.0}, "sm_clock_limit_mhz": 1980.0,

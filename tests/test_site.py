@@ -17,12 +17,12 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class Read:
-    """What a page of the site refers to."""
+    """References of a page of the site."""
 
     ids: set[str] = field(default_factory=set)
     links: set[str] = field(default_factory=set)
     resources: set[str] = field(default_factory=set)
-    """What a browser loads by itself."""
+    """Files that a browser loads by itself."""
 
 
 class _Reader(HTMLParser):

@@ -87,7 +87,7 @@ class Plan:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """More arguments of `vllm.LLM`, for every engine."""
     rounds: int = 1
-    """How often each engine is started, in turn with the others."""
+    """The number of starts of each engine, in turn with the others."""
     batches: Sequence[int] = BATCHES
     tokens: int = TOKENS
     repeats: int = REPEATS
@@ -133,10 +133,10 @@ class EngineRow:
     host_peak_bytes: int | None = None
     """The most that the engine's process held on the host up to the end of loading, mapped files included."""
     host_growth_bytes: int | None = None
-    """What the repeats after the first added to the process's memory on the host."""
+    """Bytes that the repeats after the first added to the process's memory on the host."""
     kv_cache_tokens: int | None = None
     freed_to_kv_cache: float | None = None
-    """How much of the GPU memory that its weights take less than the base's went to the KV cache."""
+    """The share of the GPU memory saved on weights, against the base, that went to the KV cache."""
     load_s: float | None = None
 
 
@@ -154,7 +154,7 @@ class SpeedRow:
     gpu_ratio: float | None
     """The base's GPU time of a step over this engine's, if both are between the same events."""
     gpu_clock: str | None
-    """What these events are around: ``graphs`` or ``steps``."""
+    """The work between these events: ``graphs`` or ``steps``."""
     gpu_step_ms: float | None
     gpu_step_ms_p20: float | None
     gpu_step_ms_p80: float | None
@@ -402,7 +402,7 @@ class _Times:
     steps: list[float]
     """Milliseconds of a decode step on the GPU."""
     clock: str | None
-    """What the events of all steps are around; None if not all are around the same."""
+    """The work between the events of all steps; None if it differs."""
 
 
 def _collect_times(results: Sequence[EngineResult]) -> dict[int, _Times]:

@@ -23,7 +23,7 @@ class RandomModel:
 
     architecture: str = "qwen3"
     scheme: str = "bf16"
-    """How the experts are stored: bf16, nvfp4, fp8 (in blocks), fp8_modelopt or fp8_compressed."""
+    """The format of the experts: bf16, nvfp4, fp8 (in blocks), fp8_modelopt or fp8_compressed."""
     layers: int = 2
     hidden: int = 256
     intermediate: int = 128

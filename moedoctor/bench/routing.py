@@ -102,11 +102,11 @@ def count_fp8_nan(unit: str, device: str, sources: Mapping[str, str]) -> dict[st
     values[::2] = float("nan")
     values[1::4] = -float("nan")
     nan = values.isnan()  # [T, N]
-    quantised = quantize_to_fp8(_find_library(unit, sources), values).float()  # [T, N]
-    sound = (quantised[~nan] - values[~nan].float()).abs() <= values[~nan].float().abs() / 16 + 2**-9
+    quantized = quantize_to_fp8(_find_library(unit, sources), values).float()  # [T, N]
+    sound = (quantized[~nan] - values[~nan].float()).abs() <= values[~nan].float().abs() / 16 + 2**-9
     if not bool(sound.all()):
         raise RuntimeError("the quantization kernel is wrong on finite values, so its NaN means nothing")
-    became = quantised[nan]
+    became = quantized[nan]
     return {
         "nan_values": int(nan.sum()),
         "clamped_to_plus_448": float((became == 448).double().mean()),

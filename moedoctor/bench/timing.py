@@ -19,7 +19,7 @@ Check = Callable[[object], None]
 """Looks at what a timed call returned, and raises if that is wrong."""
 
 _TARGET_SECONDS = 0.004
-"""How long one replay should take: long enough for the resolution of events."""
+"""The time that one replay should take: long enough for the resolution of events."""
 _ROUNDS, _FEWEST = 15, 5
 _ENOUGH_SECONDS = 0.1
 """Calls that take long are repeated less often: their times also scatter less."""

@@ -30,7 +30,7 @@ from moedoctor.commands.pages import deliver_document
 def check(
     python: Annotated[
         Path | None,
-        option("PATH", "Check the environment of this Python interpreter. Default: the one that runs this."),
+        option("PATH", "Check the environment of this Python interpreter. Default: moedoctor's own."),
     ] = None,
     release: Annotated[
         str | None,

@@ -59,7 +59,7 @@ _NOT_THERE = ("-o", "--output", "-f", "--format")
     ),
     address=option(
         "auto|HOST:PORT|local",
-        "The Ray cluster: this machine's, that of a head, or a new one on this machine alone.",
+        "The Ray cluster: this machine's, a head's, or a new cluster on this machine alone.",
     ),
     nodes=option(
         "NAME[,...]",

@@ -1,4 +1,4 @@
-"""What the commands share: their options, the error for bad input, and the way a page gets out."""
+"""Shared by the commands: their options, the error for bad input, and the way a page gets out."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ _SCHEMES = "moedoctor.diagnose.plan.plan:SCHEMES"
     expert_cache=option("SLOTS", "Experts a layer that an expert cache keeps on the GPU."),
     hit_rate=option(
         "SHARE",
-        "Hit rate of the expert cache, from bench --cache. Default: that of uniform routing.",
+        "Hit rate of the expert cache, from bench --cache. Default: the rate of uniform routing.",
         number("0 to 1", zero=True, most=1),
     ),
     pcie=option(

@@ -44,11 +44,11 @@ _MOST_RANK = 4096
         "the Hugging Face cache, or a file that `moedoctor preflight headers FOLDER` wrote.",
     ),
     memory=option(
-        "GIB", "Memory of one GPU. Default: that of this machine's GPU, or 80 with --sm.", number(most=1e6)
+        "GIB", "Memory of one GPU. Default: as much as this machine's GPU, or 80 with --sm.", number(most=1e6)
     ),
     gpus=option(
         "N",
-        "GPUs of the server's machine. Default: those of this machine, or 8 with --sm.",
+        "GPUs of the server's machine. Default: the GPUs of this machine, or 8 with --sm.",
         number("1 to 1024", most=1024, whole=True),
     ),
     python=option("FILE", "Ask the vLLM of this Python instead of the installed one."),

@@ -1,1 +1,1 @@
-"""What needs no run: triage of logs and reports. Nothing here imports torch."""
+"""Diagnosis without a run: triage of logs and reports. Nothing here imports torch."""

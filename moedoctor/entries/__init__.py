@@ -1,4 +1,4 @@
-"""What moedoctor ships: its catalogue of entries, and the folders of scenarios and reports.
+"""The catalogue of entries that moedoctor ships, and the folders of scenarios and reports.
 
 An entry is one Markdown file for a known failure. Nothing here imports torch or loads a fault.
 """

@@ -64,9 +64,9 @@ class Condition(_Strict):
     """The CUDA toolkit that would compile; without one, the release that torch was built for."""
     wsl: bool | None = None
     uva: bool | None = None
-    """Whether vLLM's CPU offload maps host memory into the GPU, or copies in every forward."""
+    """True if vLLM's CPU offload maps host memory into the GPU, False if it copies in every forward."""
     pins: bool | None = None
-    """Whether vLLM's CPU offload uses pinned memory."""
+    """True if vLLM's CPU offload uses pinned memory."""
     variables: dict[Name, str] = {}
     """Environment variables that have exactly this value."""
     variables_not: dict[Name, str] = {}
@@ -88,13 +88,13 @@ class Rule(_Strict):
 
     severity: Severity
     confidence: float = Field(gt=0, le=1)
-    """How sure it is that the use named under `needs` fails here: an estimate."""
+    """The chance that the use named under `needs` fails here: an estimate."""
     when: Condition
     needs: Line | None = None
-    """What else it takes that the machine does not show: a flag, a kind of model."""
+    """A condition that the machine does not show: a flag, a kind of model."""
     why: Line
     next: Line
-    """What to do about it on such a machine; left out, what the entry says."""
+    """The next step on such a machine; left out, the entry's own."""
 
 
 class Evidence(_Strict):
@@ -151,7 +151,7 @@ class Run(_Strict):
     report: Annotated[str, Field(pattern=r"^\w[\w.-]*/\w[\w.-]*$")]
     """A JSON report in the folder of reports, without its suffix: ``nvidia-h200/nan_routing``."""
     strikes: bool = True
-    """Whether the failure was reproduced there."""
+    """True if the failure was reproduced there."""
     cases: dict[Name, str | int | float | bool] = {}
     """Parameters of the cases that are meant; empty for all of the tier."""
 
@@ -166,7 +166,7 @@ class Affected(_Strict):
     fixed: Release | None = None
     """The first release after `last` without it; None if there is none."""
     note: Line | None = None
-    """What else it takes, in a few words."""
+    """Another condition, in a few words."""
     question: Name | None = None
     """The question of the entry whose answers give this range."""
     runs: tuple[Run, ...] = ()
@@ -209,7 +209,7 @@ class Link:
 
     url: str
     text: str
-    """What is there, in a few words."""
+    """The content of the page, in a few words."""
 
 
 Family = Literal["routing", "offload", "cache", "quantization", "selection", "loading", "parallel"]
@@ -227,15 +227,15 @@ class Entry(_Strict):
     releases: tuple[Affected, ...] = ()
     """The releases that it strikes; empty if it is not up to a release."""
     questions: tuple[Question, ...] = ()
-    """What to read in a vLLM that is no known release, and on which the ranges above rest."""
+    """Questions to the source of a vLLM that is no known release; the ranges above rest on them."""
     unread: Line | None = None
-    """Why the source does not decide `releases`, if there are no questions."""
+    """The reason why the source does not decide `releases`, if there are no questions."""
     where: Line
-    """What it strikes, in a few words; left out, made from `releases`."""
+    """The software that it strikes, in a few words; left out, made from `releases`."""
     fixed: Line
     """The first release without it, or ``no``; left out, made from `releases`."""
     next: Line
-    """What to do if a log or an issue shows it."""
+    """The next step if a log or an issue shows it."""
     record: Literal["nan", "mismatch=0.01"] | None = None
     """The value of MOEDOCTOR_RECORD_WHEN that catches it in a running engine; None if no call shows it."""
     affects: Annotated[list[Rule], Field(min_length=1)]
@@ -244,7 +244,7 @@ class Entry(_Strict):
     """Releases, GPUs and settings."""
     detection: str
     fix: str
-    """What the fix is and where it landed."""
+    """The fix, and the place where it landed."""
     links: tuple[Link, ...]
 
 

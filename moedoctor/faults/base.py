@@ -1,4 +1,4 @@
-"""What a known failure is made of: the interface, typed parameters, and claims.
+"""Parts of a known failure: the interface, typed parameters, and claims.
 
 `moedoctor.interfaces` defines the interface. Other projects import it from here.
 """
@@ -127,7 +127,7 @@ class ClaimCases:
     cases: Sequence[CaseResult]
     """All cases of the scenario, skipped ones included."""
     measurements: Sequence[Measurement]
-    """What the claim's own units measured; empty for a claim that the cases decide."""
+    """The measurements of the claim's own units; empty for a claim that the cases decide."""
     limits: Mapping[str, float]
     """The thresholds from the scenario file, by name."""
 

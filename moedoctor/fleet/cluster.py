@@ -47,9 +47,9 @@ class Question:
     """The time limit of the command on a node."""
     per_gpu: bool = False
     idle_only: bool = False
-    """Whether Ray must give all GPUs of a node and a CPU; a node that is busy is then left alone."""
+    """True if Ray must give all GPUs of a node and a CPU; a node that is busy is then left alone."""
     wait_seconds: float = 60.0
-    """How long a node may take to start the task."""
+    """The time that a node may take to start the task."""
     checksums: bool = False
     wheel: bytes | None = None
     """moedoctor for the nodes that lack it or have another version."""
@@ -114,10 +114,10 @@ class _Task:
     python: str | None = None
     start_seconds: float | None = None
     expected: int = 1
-    """How many answers it gives: one a GPU where each GPU is asked."""
+    """The number of answers that it gives: one a GPU where each GPU is asked."""
     answers: int = 0
     doing: str = ""
-    """What its command wrote last."""
+    """The last words of its command."""
 
     @property
     def place(self) -> Place:

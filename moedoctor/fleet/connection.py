@@ -25,7 +25,7 @@ _HEAD_LOST_SECONDS = 30.0
 
 
 is_lost = False
-"""Whether a cluster lost its head in this process, whose usual end Ray's threads then crash."""
+"""True if a cluster lost its head in this process; Ray's threads then crash its usual end."""
 
 
 class ClusterError(Exception):
@@ -86,7 +86,7 @@ def _explain_refusal(address: str, reason: str) -> ClusterError:
     if "AuthToken" in reason or "authentication" in reason.lower():
         return ClusterError(
             f"--address {address}: the cluster does not take this token, or wants one; set RAY_AUTH_TOKEN to "
-            "that of the cluster, or RAY_AUTH_MODE=token for the one in ~/.ray/auth_token"
+            "the cluster's token, or RAY_AUTH_MODE=token to use ~/.ray/auth_token"
         )
     shown = shorten(join_lines(reason), 200)
     return ClusterError(

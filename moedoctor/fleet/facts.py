@@ -1,4 +1,4 @@
-"""What matters in a node's report: facts that are equal or not, numbers that vary, and findings.
+"""The parts of a node's report that matter: facts that are equal or not, numbers that vary, and findings.
 
 Every command's JSON is read in the same way, so a command needs nothing of its own here unless its findings
 have a shape of their own.
@@ -28,7 +28,7 @@ _BAD_SCENARIOS = frozenset(verdict for verdict, look in VERDICTS.items() if look
 NOT_COMPARED = frozenset(
     {"gpu", "capability", "memory_bytes", "collectors", "not_looked_at", "cuda_visible_devices"}
 )
-"""What the environment of a report says twice, at length, or as a number that differs between equal nodes."""
+"""Facts that an environment says twice, at length, or as a number that differs between equal nodes."""
 
 _NOT_FACTS = frozenset({"reason", "path", "seconds", "known"})
 """Keys that are not facts about the node. ``known`` is what moedoctor's own reports say."""
@@ -50,7 +50,7 @@ _UNIT = re.compile(
 )
 _HIGHER_IS_BETTER = re.compile(r"(?:gbps|gb_s|tb_s|tflops|per_second|share_of_roofline)$")
 _NOT_MEASURED = frozenset({"seconds", "limit_seconds", "timeout_seconds"})
-"""How long a case took, with its start, says nothing about a GPU."""
+"""The time that a case took, with its start, says nothing about a GPU."""
 
 _LABELS = ("id", "subject", "tier", "case", "backend", "quantization", "model", "tokens", "name", "policy")
 _MOST_LEVELS = 12
@@ -64,7 +64,7 @@ class Member:
 
     name: str
     kind: str
-    """What makes nodes equals: the models of their GPUs, or `NO_GPU`."""
+    """The mark of equal nodes: the models of their GPUs, or `NO_GPU`."""
     facts: Mapping[str, str]
     numbers: Mapping[str, float] = field(default_factory=dict)
     findings: Mapping[str, str] = field(default_factory=dict)

@@ -40,9 +40,9 @@ class Difference:
     others: str
     """The value in the group that this one is compared with."""
     only_here: bool
-    """Whether no other group has this value."""
+    """True if no other group has this value."""
     rule: str | None
-    """Why it is wrong, or None for a difference that may be."""
+    """The reason why it is wrong, or None for a difference that may be."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Outlier:
     Infinite beside numbers that are all 0, which JSON has as text."""
     worse: bool
     of: int
-    """How many nodes the median is of."""
+    """The number of nodes that the median is of."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class NumberSpread:
     kind: str
     number: str
     of: int
-    """How many nodes measured it."""
+    """The number of nodes that measured it."""
     median: float
     mad: float
     """The median distance from the median."""

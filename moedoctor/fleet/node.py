@@ -1,4 +1,4 @@
-"""What runs on a node, in a Ray task: moedoctor as a child process, and checksums of kernels beside it.
+"""Runs on a node, in a Ray task: moedoctor as a child process, and checksums of kernels beside it.
 
 Ray sends this module by value, also to nodes that have no moedoctor or another version of it. So it imports
 only the standard library and nothing of moedoctor.
@@ -31,7 +31,7 @@ _LOG_BYTES = 4096
 _LINE_BYTES = 300
 _POLL_SECONDS = 0.05
 _WORDS_SECONDS = 1.0
-"""How often a node says what its command wrote last."""
+"""The seconds after which a node says again what its command wrote last."""
 _CHECKSUM_SECONDS = 2.0
 """The time that checksums may take longer than the command itself."""
 _CHUNK = 1 << 22

@@ -47,7 +47,7 @@ _KEPT = (
 """The facts of the environment that a report has."""
 _EQUALS = ("gpu", "capability", "torch", "triton", "torch_cuda", "moedoctor")
 _EQUALS_ON_CPU = ("cpu", "machine", "torch", "moedoctor")
-"""What must be the same before bits can be compared."""
+"""Facts that must be the same before bits can be compared."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Oddity:
     case: str
     what: str
     equals: int
-    """How many equal GPUs answered, this one included."""
+    """The number of equal GPUs that answered, this one included."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Judgement:
 
     oddities: tuple[Oddity, ...]
     undecided: tuple[str, ...]
-    """Why bits of some GPUs could not be compared."""
+    """Reasons why bits of some GPUs could not be compared."""
     compared: Mapping[str, int]
     """GPU model -> how many GPUs of it were compared with each other."""
 

@@ -1,4 +1,4 @@
-"""What a fleet's answers say together: groups, outliers, odd bits, missing answers, and the exit code."""
+"""The answers of a fleet together: groups, outliers, odd bits, missing answers, and the exit code."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Node:
     name: str
     status: Status
     reason: str | None
-    """Why it gave no report that can be compared."""
+    """The reason why it gave no report that can be compared."""
     group: int | None
     seconds: float | None
-    """What the command took there."""
+    """The time of the command there."""
     start_seconds: float | None = field(default=None, kw_only=True)
-    """What starting a Ray worker took there; 0 if one was there."""
+    """The time to start a Ray worker there; 0 if one was there."""
     file: str | None
     """The node's own report, in the folder `reports`."""
 
@@ -66,7 +66,7 @@ class FleetReport:
     """The command with its arguments, as the nodes got it."""
     per: Literal["node", "gpu"]
     reports: str | None
-    """Where the nodes' reports are."""
+    """The folder of the nodes' reports."""
     nodes: tuple[Node, ...]
     groups: tuple[NodeGroup, ...]
     individual: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""What a node answered, as a row: its report, or why there is none. Whatever a node sends becomes a row."""
+"""A node's answer as a row: its report, or why there is none. Whatever a node sends becomes a row."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class Row:
     status: Status
     reason: str | None = None
     seconds: float | None = None
-    """What the command took."""
+    """The time of the command."""
     start_seconds: float | None = None
-    """What the node took before, to start a Ray worker for it; 0 if one was there."""
+    """The time that the node took before, to start a Ray worker for it; 0 if one was there."""
     python: str | None = None
     report: Mapping[str, Any] | None = None
     checksums: Mapping[str, str] = field(default_factory=dict)
     file: str | None = None
-    """Where the row is stored, relative to the folder of the reports."""
+    """The file of the row, relative to the folder of the reports."""
 
     @property
     def exit_code(self) -> int:

@@ -1,4 +1,7 @@
-"""A kernel that reads any address, as backends without a device check do, and a kernel that checks it."""
+"""A kernel that reads any address, as backends without a device check do, and a kernel that checks it.
+
+Shapes: count float32 values, a multiple of 1024; a program reads BLOCK (1024) of them.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _read(address: tl.tensor, out: tl.tensor, count: tl.constexpr) -> None:
+def _read(address: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr) -> None:
     # Triton checks its tensor arguments. It does not check a number in device memory.
     source = tl.load(address).to(tl.pointer_type(tl.float32))
-    offsets = tl.program_id(0).to(tl.int64) * count + tl.arange(0, count)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     tl.store(out + offsets, tl.load(source + offsets))
 
 
 def read_address(address: int, count: int, device: str) -> torch.Tensor:
-    """Return float32 [count] read from `address`, whose memory may be anywhere; `count` a multiple of 1024.
+    """Return float32 [count] read from `address`, whose memory may be anywhere.
 
     For memory that the GPU cannot reach, the next synchronization raises `CUDA error: an illegal memory
     access was encountered`, and the process can no longer use the GPU. Raises ValueError for another `count`.
@@ -30,25 +33,22 @@ def read_address(address: int, count: int, device: str) -> torch.Tensor:
     out = torch.empty(count, device=device)  # [count]
     pointer = torch.tensor([address], dtype=torch.int64, device=device)  # [1]
     with make_current(out):
-        _read[(count // _BLOCK,)](pointer, out, count=_BLOCK)
+        _read[(count // _BLOCK,)](pointer, out, BLOCK=_BLOCK)
     return out
 
 
 @triton.jit
-def _copy(source: tl.tensor, out: tl.tensor, count: tl.constexpr) -> None:
-    offsets = tl.program_id(0).to(tl.int64) * count + tl.arange(0, count)
+def _copy(source: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr) -> None:
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     tl.store(out + offsets, tl.load(source + offsets))
 
 
 def read_tensor(source: torch.Tensor, device: str) -> torch.Tensor:
-    """Return float32 [count] read from the tensor `source`; `count` a multiple of 1024.
-
-    Triton checks the tensor and raises ValueError for memory that the GPU cannot reach.
-    """
+    """Return float32 [count] read from `source`; Triton raises ValueError if the GPU cannot reach it."""
     count = source.numel()
     if count < _BLOCK or count % _BLOCK:
         raise ValueError(f"count must be a positive multiple of {_BLOCK}, got {count}")
     out = torch.empty(count, device=device)  # [count]
     with make_current(out):
-        _copy[(count // _BLOCK,)](source, out, count=_BLOCK)
+        _copy[(count // _BLOCK,)](source, out, BLOCK=_BLOCK)
     return out

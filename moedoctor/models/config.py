@@ -64,7 +64,7 @@ def shape_of(values: Mapping[str, Any], name: str, source: str) -> ModelShape:
     outer = Fields(values, source)
     for key in TEXT_CONFIGS:
         if key in outer and not isinstance(outer.values[key], Mapping):
-            raise ConfigError(f"{source}: {key} is no object, expected the language model's fields")
+            raise ConfigError(f"{source}: {key} is not an object, expected the language model's fields")
     config = Fields(find_text_config(values), source)
     kinds = list_layer_kinds(config)
     hidden = config.read_integer("hidden_size")

@@ -303,7 +303,7 @@ def _keep_assignment(original: Any) -> Any:
 
 
 _left_out: list[str] = []
-"""Why no layer of this process gets a cache, if the fix is optional."""
+"""Reasons why no layer of this process gets a cache, if the fix is optional."""
 
 
 def _leave_out(slots: int, reason: str) -> None:

@@ -36,7 +36,7 @@ class Extension:
     releases: str = ""
     """The releases that it is made for, such as ``>=0.21.0``; empty for all that we know."""
     refusal: str = ""
-    """Why it refuses other releases."""
+    """The reason why it refuses other releases."""
     unneeded: str = "<0"
     """The releases that do not need it."""
     reason_unneeded: str = ""
@@ -129,7 +129,7 @@ class Known:
     reports: tuple[str, ...] = ()
     """Stored reports of engines, below ``reports/``."""
     reason: str = ""
-    """Why it is refused or not needed."""
+    """The reason why it is refused or not needed."""
 
 
 @functools.cache

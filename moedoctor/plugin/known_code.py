@@ -24,7 +24,7 @@ MAX_BYTES = 8 << 20
 _LEFT_OUT = frozenset(("annotation", "returns", "ctx", "kind", "type_comment", "type_ignores", "type_params"))
 """Fields of nodes that change nothing, or that only some releases of Python have."""
 _MOST_STEPS = 6
-"""How far a name is followed through imports and base classes."""
+"""The most steps that a name is followed through imports and base classes."""
 
 
 def find_difference(extension: str, release: str, read: Read | None = None) -> str | None:
@@ -41,7 +41,7 @@ def find_difference(extension: str, release: str, read: Read | None = None) -> s
         if expected is None:
             return f"{name} of {release} is not stored, so it was not compared"
         if actual != expected:
-            return f"its {name} is not that of {release}" if actual else f"{name} was not found in it"
+            return f"its {name} differs from {release}'s" if actual else f"{name} was not found in it"
     return None
 
 

@@ -39,7 +39,7 @@ class Nvfp4Names:
     weight: str
     global_scale: str
     reciprocal: bool = False
-    """Whether the global scale quantizes, as compressed-tensors stores it."""
+    """True if the global scale quantizes, as compressed-tensors stores it."""
 
 
 MODELOPT = Nvfp4Names("weight", "weight_scale_2")

@@ -143,7 +143,7 @@ def _read_environment() -> dict[str, str]:
 def check_folder(folder: Path | None) -> Path:
     """Return the folder. Raises CapsuleError if there is none."""
     if folder is None:
-        raise CapsuleError("the model is no local folder with safetensors files")
+        raise CapsuleError("the model is not a local folder with safetensors files")
     return folder
 
 

@@ -62,11 +62,11 @@ class Ended:
     """A child process that ended, in whatever way."""
 
     answers: tuple[Any, ...]
-    """What it wrote, in order, also if it died after that."""
+    """The values that it wrote, in order, also if it died after that."""
     code: int | None
     """Its exit status, negative for a signal; None if it was killed at the time limit."""
     log: str
-    """What it printed, at most the last 32 MiB."""
+    """The text that it printed, at most the last 32 MiB."""
     seconds: float
     limit: float
     interrupted: bool = False
@@ -175,7 +175,7 @@ class Tail:
         self._held = 0
         self._cut = False
         self.ended = False
-        """Whether nobody can write to the pipe any more."""
+        """True if nobody can write to the pipe any more."""
         os.set_blocking(pipe, False)
 
     def read(self, most: int = 1 << 20) -> None:

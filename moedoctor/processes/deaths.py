@@ -45,7 +45,7 @@ def from_exception(error: BaseException) -> Crash:
     """Return a Python exception as a crash; its text decides whether a CUDA fault is behind it."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        text = f"a disk is full, perhaps that of temporary files ({tempfile.gettempdir()}): {text}"
+        text = f"a disk is full, perhaps the disk of temporary files ({tempfile.gettempdir()}): {text}"
         return Crash(Death.DISK_FULL, find_first_line(text))
     death = Death.OUT_OF_MEMORY if isinstance(error, MemoryError) else classify(text) or Death.EXCEPTION
     return Crash(death, find_first_line(text))

@@ -102,7 +102,7 @@ class _Place:
     """An open descriptor, which stays the same folder if another process moves it."""
     name: str
     info: os.stat_result | None
-    """What has the name, which is not a symlink; None if nothing has it."""
+    """The status of what has the name, which is not a symlink; None if nothing has it."""
     owners: tuple[int, ...] | None
     """The users whose files may be replaced; None for all."""
     stream: int | None = None

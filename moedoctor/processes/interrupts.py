@@ -1,4 +1,4 @@
-"""What Ctrl-C, SIGTERM and SIGHUP do: end moedoctor with one line, after the report of what finished.
+"""Ctrl-C, SIGTERM and SIGHUP end moedoctor with one line, after the report of what finished.
 
 `install` makes them end the process at once. That is right while nothing is lost by it, and it can print no
 traceback, because no exception is raised. Inside `hold_signals` they are only noted: what runs there looks at

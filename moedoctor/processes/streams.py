@@ -23,7 +23,7 @@ _PLAIN = str.maketrans(
 )
 """Some characters of our own texts, for a terminal that has only ASCII."""
 _lost = False
-"""Whether something that was asked for could not be written."""
+"""True if something that was asked for could not be written."""
 
 
 class Unfailing(io.RawIOBase):

@@ -1,4 +1,4 @@
-"""What runs inside a child process: one case, or one unit of a claim.
+"""The code that runs inside a child process: one case, or one unit of a claim.
 
 The request comes as an argument, the answer goes back as JSON in a file without a name. Nothing is unpickled
 from a child, so one that went wrong cannot reach into the parent.
@@ -43,7 +43,7 @@ class Request:
     device: str = "cpu"
     """``cpu`` or ``cuda:N``; that of the case, if there is one."""
     together: int = 1
-    """How many requests may use its GPU at a time, itself among them."""
+    """The number of requests that may use its GPU at a time, itself among them."""
     capsules: str | None = None
     """The folder for MoE calls that turn out wrong; engines record theirs in a folder of the case in it."""
 

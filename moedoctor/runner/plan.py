@@ -50,9 +50,9 @@ class Planned:
     request: Request
     skip: str | None
     label: str
-    """What to call it while it runs."""
+    """The name to show while it runs."""
     short: bool = False
-    """Whether the caller gave it less time than the scenario file."""
+    """True if the caller gave it less time than the scenario file."""
 
     @property
     def kind(self) -> tuple[str, int]:
@@ -77,7 +77,7 @@ class Plan:
     claims: Mapping[str, Sequence[Planned]]
     """The units of each claim; claims with the same measurement share them."""
     problem: Exception | None = None
-    """What the failure's own code raised, so that nothing can run."""
+    """The error of the failure's own code, after which nothing can run."""
 
     @property
     def runs(self) -> list[Planned]:

@@ -100,7 +100,7 @@ class _Run:
         self.parallel = parallel
         self.on_finished = on_finished
         self.end = end
-        """When nothing may run any more, on the clock of `time.monotonic`."""
+        """The time after which nothing may run, on the clock of `time.monotonic`."""
         self.waiting = list(range(len(requests)))
         self.running: dict[int, _Running] = {}
         self.finished: dict[int, Finished] = {}

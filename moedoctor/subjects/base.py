@@ -29,7 +29,7 @@ class ReleaseSubject(SubjectProvider):
     """`KIND@X.Y.Z`, a named release. An option says where its code is; real kernels need a GPU."""
 
     missing: str
-    """What to do without the option; ``{release}`` is X.Y.Z."""
+    """The next step without the option; ``{release}`` is X.Y.Z."""
 
     def owns(self, name: str) -> bool:
         return re.fullmatch(rf"{self.kind}@\d+\.\d+\.\d+[A-Za-z0-9.+-]*", name) is not None

@@ -91,6 +91,6 @@ def ask(make: Callable[..., Any], question: str, sizes: Mapping[str, int], how: 
     with torch.inference_mode() if question == "inference_mode" else torch.no_grad():
         for number, x in enumerate(inputs):
             if not torch.equal(run(x), expected[number]):
-                return f"the output of pass {number} is not that of the module before"
+                return f"the output of pass {number} differs from the module's output before"
     del made
     return None

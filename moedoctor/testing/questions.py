@@ -123,14 +123,14 @@ class Answer:
     passes: bool
     """True if it is right, was not asked, or may be as it is: a refusal that is allowed, or documented."""
     reason: str | None = None
-    """What is wrong, the error, or why it was not asked."""
+    """The fault in the answer, the error, or why it was not asked."""
     entry: str | None = None
     sizes: Sizes | None = None
     """The smallest failing example that was found; None for a right answer."""
     repeat: str | None = None
     """One line of Python that asks this again."""
     undefined: str | None = None
-    """Where the implementation documents that it leaves this case undefined."""
+    """The place where the implementation documents that it leaves this case undefined."""
 
     @property
     def name(self) -> str:

@@ -51,7 +51,7 @@ class WatchedLayer:
     """A MoE layer whose calls are watched."""
 
     record: Record
-    """What a capsule of it says; the call is added."""
+    """The record for a capsule of it; the call is added."""
     weights: Weights
     """Called for each call that is judged or saved."""
     route: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -145,16 +145,16 @@ class CallKeeper:
     """``mismatch``: returns whether a call without weights is right, or raises CapsuleError. If None, this
     process compares calls itself."""
     background: bool = False
-    """Whether another thread calls `collect`; if not, each step does."""
+    """True if another thread calls `collect`; if not, each step does."""
     layers: list[WatchedLayer] = field(default_factory=list)
     stopped: bool = False
-    """Whether no more calls are watched; what was kept before can still be collected."""
+    """True if no more calls are watched; what was kept before can still be collected."""
     done: bool = False
-    """Whether there is nothing more to collect either."""
+    """True if there is nothing more to collect either."""
     compared: int = 0
     """``mismatch``: how many compared calls were right."""
     seconds: float = 0.0
-    """What these comparisons took."""
+    """The time of these comparisons."""
     _header: torch.Tensor | None = None
     """int32 [HEADER] on the device"""
     _memory: dict[Sizes, KeptRows] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class CallKeeper:
     _since: int = 0
     """The step that last freed the record: a header that names a call of an older one is out of date."""
     _free: bool = False
-    """Whether the kept call was right, so that the next step may keep another."""
+    """True if the kept call was right, so that the next step may keep another."""
     _idle: list[HeaderCopy] = field(default_factory=list)
     _flying: deque[HeaderCopy] = field(default_factory=deque)
     """Copies that were not read yet, the oldest first."""

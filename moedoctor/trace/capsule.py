@@ -48,7 +48,7 @@ FORMAT = "moedoctor-capsule"
 VERSION = "1"
 SUFFIX = ".moecapsule"
 MAX_BYTES = 256 * 10**6
-"""What a recording keeps to unless it is told otherwise."""
+"""The size limit of a recording, unless another is given."""
 _LARGEST = 8 * 2**30
 _MOST_HEADER_BYTES = 4 * 2**20
 _MOST_TENSORS = 256
@@ -57,7 +57,7 @@ _MOST_NAME_BYTES, _MOST_LINE_BYTES = 200, 400
 _MOST_PAIRS, _MOST_VALUES = 2**20, 2**26
 """Pairs of token and expert, and values of their outputs, that a replay takes memory for."""
 OF_BACKEND = "backend."
-"""How names of tensors begin that are as the backend got them."""
+"""The prefix of the names of tensors that are as the backend got them."""
 _CALL = ("x", "output", "topk_ids", "topk_weights", "router_logits")
 _FLOATS = ("BF16", "F16", "F32")
 _SCALED = ("fp8", "nvfp4")
@@ -89,13 +89,13 @@ class Record(BaseModel):
     block: tuple[Size, Annotated[int, Field(ge=0, le=2**24)]] | None = None
     """``fp8``: rows and columns of w13 and w2 that share a scale, 0 columns for a whole row; None: all do."""
     activations: Literal["none", "fp8", "fp8_token", "fp8_block", "nvfp4"] = "none"
-    """How the backend quantizes activations: with the capsule's scale (``fp8``, ``nvfp4``), or with one for
-    each token, or for each 128 of its values."""
+    """The backend's quantization of activations: with the capsule's scale (``fp8``, ``nvfp4``), or with one
+    for each token, or for each 128 of its values."""
     weights: Literal["recorded", "none", "synthetic"] = "recorded"
     """``synthetic``: random codes under the recorded scales, so the output is not that of these weights."""
     backend: Line = "unknown"
     reason: Line = ""
-    """Why this call was kept."""
+    """The reason why this call was kept."""
     call: Annotated[int, Field(ge=0)] = 0
     """The number of this layer's call."""
     tokens: tuple[Annotated[int, Field(ge=0)], ...] = ()
@@ -413,7 +413,7 @@ def load(path: Path) -> Capsule:
             header = int.from_bytes(file.read(8), "little")
             if header > _MOST_HEADER_BYTES:
                 raise CapsuleError(
-                    f"is no safetensors file: its header has {header} bytes, more than {_MOST_HEADER_BYTES}"
+                    f"is not a safetensors file: its header is {header} bytes, more than {_MOST_HEADER_BYTES}"
                 )
         with safetensors.safe_open(path, framework="pt") as source:
             record = _read_record(source.metadata() or {})
@@ -430,7 +430,7 @@ def load(path: Path) -> Capsule:
     except TextFileError as error:
         raise CapsuleError(f"{path}: {error.message}") from None
     except safetensors.SafetensorError as error:
-        raise CapsuleError(f"{path}: is no safetensors file ({shorten(str(error), 120)})") from None
+        raise CapsuleError(f"{path}: is not a safetensors file ({shorten(str(error), 120)})") from None
     except OSError as error:
         raise CapsuleError(f"{path}: cannot be read ({error.strerror})") from None
     return capsule

@@ -86,16 +86,16 @@ class CrashRing:
     """Saves the inputs of the calls of one process."""
 
     folder: Path
-    """Where the watcher writes capsules."""
+    """The folder of the watcher's capsules."""
     max_bytes: int
     warn: Callable[[str], None] = lambda line: None
     """Takes one line that says what is not recorded, and why."""
     whole: bool = False
-    """Whether calls may have more tokens than the first."""
+    """True if calls may have more tokens than the first."""
     blocking: bool | None = None
-    """Whether memory could not be pinned, so that each call waits for its copies; None before the first."""
+    """True if memory could not be pinned, so that each call waits for its copies; None before the first."""
     stopped: bool = False
-    """Whether no more calls are saved."""
+    """True if no more calls are saved."""
     _layers: list[tuple[Record, Path | None]] = field(default_factory=list)
     _saved: dict[int, SavedCalls | None] = field(default_factory=dict)
     """Layer -> its ring; None if its calls do not fit."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _DIED = "the process died"
 _ADDRESSES = ("x", "topk_ids", "topk_weights", "router_logits")
-"""What the addresses in a call's header are of."""
+"""The tensors whose addresses a call's header has."""
 
 
 class _Call(NamedTuple):

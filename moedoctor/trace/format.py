@@ -60,7 +60,7 @@ class RoutingTrace:
     """Rows of each sequence; empty if the trace does not tell the sequences apart."""
     model: str = "unknown"
     made: Mapping[str, Any] = field(default_factory=dict)
-    """How the trace was made, as plain JSON values."""
+    """The way the trace was made, as plain JSON values."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_experts <= _MAX_EXPERTS:
@@ -195,7 +195,7 @@ def _parse(data: bytes) -> tuple[dict[str, str], dict[str, Any]]:
     try:
         tensors = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
-        raise TraceError(f"is no safetensors file ({error}), expected a routing trace") from None
+        raise TraceError(f"is not a safetensors file ({error}), expected a routing trace") from None
     # The library hands out the metadata only together with a tensor framework.
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     metadata = header.get("__metadata__", {})
@@ -233,5 +233,5 @@ def _read_json(metadata: Mapping[str, str], name: str, kind: type) -> Any:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, kind):
-        raise TraceError(f"{name} is no JSON {'list' if kind is list else 'object'}")
+        raise TraceError(f"{name} is not a JSON {'list' if kind is list else 'object'}")
     return value

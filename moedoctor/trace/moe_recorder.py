@@ -89,7 +89,7 @@ class MoeRecorder:
         self.files: list[Path] = []
         """The capsules that were written; what a crash leaves is written when the process has ended."""
         self.left_out: list[str] = []
-        """Why MoE layers are not watched, or a call was lost."""
+        """Reasons why MoE layers are not watched, or a call was lost."""
         wish = Wish.parse(when, max_bytes)
         self.ring: CrashRing | None = None
         if wish.when == "crash":
@@ -170,7 +170,7 @@ class MoeRecorder:
         separate = isinstance(experts, nn.ModuleList)
         weights = _read_list(experts) if isinstance(experts, nn.ModuleList) else _read_stack(experts)
         if separate and (shared := next((key for key in _SHARED if key in children), None)):
-            raise TraceError(f"its output holds that of {shared}, and a capsule holds routed experts only")
+            raise TraceError(f"its output includes {shared}'s, and a capsule holds routed experts only")
         modules = (router, block) if separate else (router, experts, block)
         width = find_number(modules, WIDTHS)
         if not width:

@@ -24,7 +24,7 @@ ROWS, STEPS_FOUND, FIRST_STEP, FIRST_SEQUENCE, LAST_STEP, FIELDS = range(6)
 KINDS = 6
 """NaN in real rows, Inf in real rows, NaN in padding, Inf in padding, NaN in others, Inf in others."""
 PADDING, UNKNOWN = 2, 4
-"""What is added to a kind for padding, and for rows that may be either."""
+"""The number added to a kind for padding, and for rows that may be either."""
 ALL_REAL = 2**31 - 1
 ID_KINDS = 3
 _NUMBERS = itertools.count(1)

@@ -32,7 +32,7 @@ ROUTERS = ("gate", "router", "gating")
 _SIZES = ("global_num_experts", "num_experts", "n_routed_experts", "num_local_experts")
 WIDTHS = ("top_k", "num_experts_per_tok", "topk", "num_selected_experts")
 _BEYOND_LOGITS = ("e_score_correction_bias", "expert_bias", "moe_statics")
-"""What adds to the scores before the choice."""
+"""Attributes that add to the scores before the choice."""
 
 
 @dataclass
@@ -185,7 +185,7 @@ class RoutingRecorder:
         width, beyond = find_number((router, block), WIDTHS), find_beyond_logits(router, block)
         if logits is None or not width or beyond:
             why = beyond or ("no logits" if logits is None else "unknown top-k")
-            self._problem = f"{layer.name}: the chosen experts cannot be told from its router ({why})"
+            self._problem = f"{layer.name}: the chosen experts cannot be read from its router ({why})"
             return None
         return logits.topk(width, dim=-1).indices  # [..., K]
 

@@ -119,7 +119,7 @@ class Release:
                 yield {"order": list(order), **self._packed(box), "source": source}
 
     def flags(self, scheme: str) -> Iterable[dict[str, Any]]:
-        """What --moe-backend is taken for: the backends it leads to; none where it changes nothing."""
+        """Yield what --moe-backend is taken for: the backends it leads to; none where it changes nothing."""
         for flag, rows in self.answers["on_request"][scheme].items():
             grid = self._grid(rows)
             asked = {point: [each[0] for each in answers] for point, (answers, _) in grid.items()}
@@ -144,7 +144,7 @@ class Release:
             yield row
 
     def batched(self, scheme: str, grid: Mapping[Any, tuple[list[Any], dict[str, Any]]]) -> bool:
-        """Whether the flag brings the activation format that a kernel of its own lacks by itself."""
+        """Return True if the flag brings the activation format that a kernel of its own lacks by itself."""
         for point, (answers, _) in grid.items():
             lacking = [each[:2] for each in self.grids[scheme][point][0] if kind(each[3]) == "format"]
             if any(each[2] and each[:2] in lacking for each in answers):
@@ -216,7 +216,7 @@ _KINDS = (
 
 
 def kind(reason: str | None) -> str:
-    """What kind of reason upstream's text is: empty for a kernel that fits, the text itself where it is of
+    """Return the kind of upstream's reason: empty for a kernel that fits, the text itself if it is of
     no kind."""
     if reason is None:
         return ""
@@ -273,7 +273,7 @@ def predicates(answers: Mapping[Point, str]) -> dict[str, Any]:
 
 
 def _passes(name: str, answers: Sequence[str]) -> bool:
-    """Whether the predicate lets at least one through; a kernel's own check may have answered before it."""
+    """Return True if the predicate lets at least one through; a kernel's own check may answer before it."""
     own = [each for each in answers if each and each not in (*PREDICATES, "format")]
     return any(each != name for each in answers if each not in own) or bool(
         answers and len(own) == len(answers)
@@ -281,7 +281,7 @@ def _passes(name: str, answers: Sequence[str]) -> bool:
 
 
 def first_failing(row: Mapping[str, Any], point: Point) -> str:
-    """What the row says of a point: the kind of the first reason, empty where the kernel fits."""
+    """Return the kind of the row's first reason at a point; empty where the kernel fits."""
     capability, parallel, activation = point
     if capability not in row["devices"]:
         return "device"
@@ -297,7 +297,7 @@ def first_failing(row: Mapping[str, Any], point: Point) -> str:
 
 
 def contains(box: Mapping[str, Any], point: Point) -> bool:
-    """Whether the point lies in a box; a side that is not named is open."""
+    """Return True if the point lies in a box; a side that is not named is open."""
     names = ("capabilities", "parallel", "activations")
     return all(name not in box or value in box[name] for name, value in zip(names, point, strict=True))
 

@@ -45,7 +45,7 @@ ENVIRONMENTS: tuple[dict[str, str], ...] = (
     {"VLLM_NVFP4_GEMM_BACKEND": "marlin"},
     {"VLLM_NVFP4_GEMM_BACKEND": "MARLIN"},
 )
-"""What the variables that ever meant something are set to."""
+"""The values of the variables that ever meant something."""
 FEW = (((8, 0), (9, 0), (10, 0), (12, 0)), ("silu",))
 LEADING = ("VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8", "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS")
 """The variables that lead to kernels which nothing else leads to."""
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def requested(oracle: Oracle, scheme: str, flag: str, automatic: list[list[Any]], numbers: Texts) -> Any:
-    """What the flag asks for: at a few points where those kernels are in the automatic order too, else
+    """Return the flag's answers: at a few points where those kernels are in the automatic order too, else
     everywhere."""
     texts = list(numbers)
     known = {json.loads(texts[number])[0] for row in automatic for number in row[3]}

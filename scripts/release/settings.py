@@ -154,7 +154,7 @@ def declared_variables(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def facts(name: str, reader: ast.expr, read: Callable[[], Any]) -> dict[str, Any]:
-    """What values a variable takes, and its default where that is plain."""
+    """Return the values that a variable takes, and its default where that is plain."""
     default = outcome(name, None, read)
     shown = {"default": default[1]} if default[0] and isinstance(default[1], str | int | float | bool) else {}
     if isinstance(default[1], str) and "/" in default[1]:

@@ -28,7 +28,7 @@ def answers(shift: int = 0, count: int = 10, lead: float = 1.0) -> dict[str, Any
 
 
 def result(seconds: float = 1.0, shift: int = 0, lead: float = 1.0, **more: Any) -> Any:
-    """What an engine gives whose decode takes so long; `more` are fields of the probe and of the result."""
+    """Return the result of a decode that takes so long; `more` are fields of the probe and of the result."""
     speed = {"batch": 1, "decoded": 10, "first_s": [0.1, 0.1], "whole_s": [0.1 + seconds] * 2}
     speed |= {"gpu_step_ms": [seconds * 50] * 2, "gpu_clock": ["graphs"] * 2}
     probe = {"experts": {"TritonExperts": 2}, "answers": answers(shift, lead=lead), "speeds": [speed]}

@@ -1,4 +1,4 @@
-"""What NVML says while something is measured."""
+"""NVML's answers while something is measured."""
 
 import itertools
 import time
@@ -18,7 +18,7 @@ class FakeNvml(SimpleNamespace):
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
 
     class NVMLError(Exception):
-        """What a driver raises for a question that it does not support."""
+        """Raised by a driver for a question that it does not support."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ CASES = [
     (f"{PLAN} --gpu-memory 80 --backend ''", "--backend '': expected one of"),
     (f"{PLAN} --gpu-memory 80 --hit-rate 0.5", "give --expert-cache SLOTS"),
     ("preflight --sm 9.0", "expected one of: -- vllm serve MODEL"),
-    ("preflight --sm 9.0 --wheel nowhere.whl -- vllm serve M", "nowhere.whl: is no file"),
+    ("preflight --sm 9.0 --wheel nowhere.whl -- vllm serve M", "nowhere.whl: is neither a file nor"),
     ("preflight headers", "expected one checkpoint folder"),
     ("record -o c --when always -- true", "expected nan, first, crash, call=LAYER:N or mismatch=RATE"),
     ("record -o c --max-size 0 -- true", "--max-size"),

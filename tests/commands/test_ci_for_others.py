@@ -1,4 +1,4 @@
-"""What other projects put into their CI: the action, the hooks of pre-commit, and the plug-in of pytest."""
+"""The parts for other projects' CI: the action, the hooks of pre-commit, and the plug-in of pytest."""
 
 import json
 import os

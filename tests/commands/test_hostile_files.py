@@ -129,7 +129,7 @@ def test_files_below_a_folder(kind: str, tmp_path: Path, capsys: pytest.CaptureF
     assert ends(capsys, "run", tmp_path / "x.yaml" / "sub")[0] == 2
 
 
-def test_a_file_that_cannot_be_read_does_not_hide_its_neighbours(tmp_path, capsys):
+def test_a_file_that_cannot_be_read_does_not_hide_its_neighbors(tmp_path, capsys):
     from cuda_fakes import fake_cubin
 
     os.mkfifo(tmp_path / "a.cubin")

@@ -280,7 +280,7 @@ def test_an_adapter_is_applied_by_the_installed_vllm(outcome, rule, check, tmp_p
     for text in ("{}", '{"r": 513}', '{"r": "8"}', "["):
         config.write_text(text)
         assert main(command) == 2
-        assert "is no adapter" in capsys.readouterr().err
+        assert "is not an adapter" in capsys.readouterr().err
     config.write_text('{"r": 24}')
     assert main(command) == 1
     document = json.loads(capsys.readouterr().out)

@@ -107,7 +107,7 @@ def test_without_an_option_the_scheme_comes_from_the_config(declared, scheme, tm
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq' is no scheme that plan counts"),
+        ({"quant_method": "gptq", "bits": 4}, "plan does not know the scheme quant_method 'gptq'"),
         (
             {
                 "quant_algo": "MIXED_PRECISION",

@@ -110,7 +110,7 @@ shutil.copy(dump, os.environ["CUDA_COREDUMP_FILE"].replace("%p", str(process)))
 shutil.copy(capsule, f"{os.environ['MOEDOCTOR_RECORD']}/layer-call3-{process}.moecapsule")
 os.abort()
 """
-"""What a process does whose kernel faults, if CUDA was asked for a dump."""
+"""The script of a process whose kernel faults, if CUDA was asked for a dump."""
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from moedoctor.reporters.schemas import make_schema
 FORMATS = {"check": CHECK_FORMATS, "lint": CHECK_FORMATS, "triage": TEXT_FORMATS, "audit": TEXT_FORMATS}
 STORED = {name: call for name, call in {**CALLS, **MORE_CALLS}.items() if name != "run"}
 _CHANGES = re.compile(r"\S*T\d\d:\d\d:\d\dZ|--format \w+")
-"""What differs between two calls: when, and in which format."""
+"""The parts that differ between two calls: the time and the format."""
 
 
 @pytest.fixture(scope="module")

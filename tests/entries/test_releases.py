@@ -1,4 +1,4 @@
-"""What entries say about releases rests on stored reports, or says that it does not."""
+"""Statements of entries about releases rest on stored reports, or say that they do not."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +30,7 @@ RUNS = [
 def _ran(
     package: str, release: str, tier: str, subject: str, backend: object, facts: Mapping[str, Any]
 ) -> bool:
-    """Whether a case with this subject ran that release of the package."""
+    """Return True if a case with this subject ran that release of the package."""
     if package == "torch":
         return subject == "faulty" and str(facts["torch"]).partition("+")[0] == release
     # In an engine the control is the installed release with a broken checkpoint or setting; with an operator

@@ -92,7 +92,7 @@ SOURCE = re.compile(r"https://\S+|[\w.-]+/[\w.-]+(#\d+|: .+)")
 
 @pytest.mark.parametrize("file", sorted(find_builtin_folder().rglob("*.yaml")), ids=lambda file: file.stem)
 def test_a_claim_comes_from_outside_and_names_its_subject_and_conditions(file: Path) -> None:
-    """What moedoctor says of itself is a promise in evidence/promises.yaml."""
+    """A statement of moedoctor about itself is a promise in evidence/promises.yaml."""
     (scenario,) = load_targets((str(file),))
     assert all(claim.subject and claim.conditions for claim in scenario.claims)
     sources = [claim.source for claim in scenario.claims]

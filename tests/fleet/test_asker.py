@@ -1,4 +1,4 @@
-"""What becomes of a node's task, with a Ray that ends it as the test says."""
+"""The end of a node's task, with a Ray that ends it as the test says."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ _ANSWER = json.dumps({"code": 0, "seconds": 1.0, "report": _REPORT})
 
 
 class _LostError(Exception):
-    """What Ray raises where a worker dies."""
+    """Raised by Ray where a worker dies."""
 
 
 class _Stream:

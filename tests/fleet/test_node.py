@@ -1,4 +1,4 @@
-"""What runs on a node, without Ray: a command with its limit and its last words, and checksums of caches."""
+"""A node's part, without Ray: a command with its limit and its last words, and checksums of caches."""
 
 import json
 import os

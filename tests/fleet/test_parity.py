@@ -1,4 +1,4 @@
-"""Which GPU the bits convict, and that a computation on a CPU gives the same bits twice."""
+"""The GPU that the bits convict; a computation on a CPU gives the same bits twice."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the tests of the plug-in share: a clean process before and after each test."""
+"""Shared by the tests of the plug-in: a clean process before and after each test."""
 
 import logging
 import weakref

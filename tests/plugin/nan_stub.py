@@ -159,7 +159,7 @@ class Model:
 
 
 def scheduled(real: int, rows: int = 4) -> types.SimpleNamespace:
-    """What a scheduler gives out: `real` tokens, in a batch that is padded to `rows`."""
+    """Return the output of a scheduler: `real` tokens, in a batch that is padded to `rows`."""
     return types.SimpleNamespace(total_num_scheduled_tokens=real, input_ids=torch.zeros(rows))
 
 

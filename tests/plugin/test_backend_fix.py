@@ -42,7 +42,7 @@ def moe_backend(arguments: Any) -> str:
 
 
 @pytest.mark.parametrize("version", list_known_releases())
-def test_the_variable_is_honoured_in_every_release(stub, caplog, version):
+def test_the_variable_is_honored_in_every_release(stub, caplog, version):
     config = stub(version)(described={"quant_algo": "NVFP4"}).create_engine_config(headless=True)
     assert config.kernel_config.moe_backend == "marlin"
     assert f"active in vLLM {version}: backend (MARLIN for NVFP4 MoE" in caplog.messages[0]
@@ -98,7 +98,7 @@ def test_if_the_variable_decides_the_reasons_are_those_of_the_tables(
         ("0.33.0", "FLASHINFER_MOE_EP_CUTEDSL", "ask with --moe-backend flashinfer_moe_ep_cutedsl"),
     ],
 )
-def test_a_name_that_cannot_be_honoured_stops_the_engine_unless_the_fix_is_optional(
+def test_a_name_that_cannot_be_honored_stops_the_engine_unless_the_fix_is_optional(
     stub, monkeypatch, caplog, capsys, version, backend, words
 ):
     arguments = stub(version, backend)
@@ -116,7 +116,7 @@ def test_a_name_that_cannot_be_honoured_stops_the_engine_unless_the_fix_is_optio
     assert any("left out: backend: " in line and words in line for line in caplog.messages)
 
 
-def test_a_failure_while_honouring_stops_the_engine(stub, monkeypatch, caplog, capsys):
+def test_a_failure_while_honoring_stops_the_engine(stub, monkeypatch, caplog, capsys):
     monkeypatch.setattr(backend_fix, "is_nvfp4", Mock(side_effect=KeyError("quantization")))
     arguments = stub()(quantization="modelopt_fp4")
     with pytest.raises(SystemExit):
@@ -169,7 +169,7 @@ def configured(folder: Path, scheme: Scheme = "nvfp4", **environ: str) -> tuple[
 
 
 @pytest.mark.upstream
-def test_the_variable_is_honoured_and_the_reasons_are_logged(tmp_path: Path) -> None:
+def test_the_variable_is_honored_and_the_reasons_are_logged(tmp_path: Path) -> None:
     environ = {"MOEDOCTOR_FIXES": "backend", "VLLM_NVFP4_MOE_BACKEND": "MARLIN"}
     moe_backend, asked, automatic, lines = configured(tmp_path, **environ)
     assert (moe_backend, asked) == ("marlin", "MARLIN")

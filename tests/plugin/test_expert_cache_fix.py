@@ -390,7 +390,7 @@ def test_a_loaded_model_gets_caches_once() -> None:
 
 
 def test_padding_of_a_step_loads_nothing() -> None:
-    """What runs before, between and after steps has other rows; all caches read the same number."""
+    """Calls before, between and after steps have other rows; all caches read the same number."""
     rows = fix.RealRows()
     rows.begin(1, 4)  # no model is loaded yet
     rows.end(None)

@@ -69,13 +69,13 @@ def test_layout_comments_and_annotations_do_not_count(old: str, new: str) -> Non
 @pytest.mark.parametrize(
     ("file", "old", "new", "difference"),
     [
-        ("vllm/runner.py", '"x"', '"y"', f"its {NEEDS[0]} is not that of 0.33.0"),
-        ("vllm/runner.py", "= 3", "= 4", f"its {NEEDS[0]} is not that of 0.33.0"),
+        ("vllm/runner.py", '"x"', '"y"', f"its {NEEDS[0]} differs from 0.33.0's"),
+        ("vllm/runner.py", "= 3", "= 4", f"its {NEEDS[0]} differs from 0.33.0's"),
         ("vllm/runner.py", "class Runner", "class Walker", f"{NEEDS[0]} was not found in it"),
-        ("vllm/runner.py", " def step", " @property\n    def step", f"its {NEEDS[0]} is not that of 0.33.0"),
+        ("vllm/runner.py", " def step", " @property\n    def step", f"its {NEEDS[0]} differs from 0.33.0's"),
         ("vllm/runner.py", "Runner(Root)", "Runner", f"{NEEDS[1]} was not found in it"),
-        ("vllm/base/inner.py", "return level", "return -level", f"its {NEEDS[1]} is not that of 0.33.0"),
-        ("vllm/base/__init__.py", "return 1", "return 2", f"its {NEEDS[2]} is not that of 0.33.0"),
+        ("vllm/base/inner.py", "return level", "return -level", f"its {NEEDS[1]} differs from 0.33.0's"),
+        ("vllm/base/__init__.py", "return 1", "return 2", f"its {NEEDS[2]} differs from 0.33.0's"),
         ("vllm/runner.py", "class Runner", "class (Runner", f"{NEEDS[0]} was not found in it"),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_build_with_the_same_code_gets_the_fix() -> None:
     same = "same code as 0.33.0 where this fix changes it"
     assert ask("0.33.1.dev5", FILES) == (Need.MADE_FOR, same)
     changed = change("vllm/runner.py", '"x"', '"y"')
-    assert ask("0.33.1.dev5", changed) == (Need.REFUSED, f"its {NEEDS[0]} is not that of 0.33.0")
+    assert ask("0.33.1.dev5", changed) == (Need.REFUSED, f"its {NEEDS[0]} differs from 0.33.0's")
     assert ask("0.33.0", changed) == (Need.MADE_FOR, "")
     assert ask("0.16.0", FILES)[0] is Need.REFUSED
 

@@ -1,4 +1,4 @@
-"""What the fix `moe` refuses, and its variable; no vLLM is needed."""
+"""Refusals of the fix `moe`, and its variable; no vLLM is needed."""
 
 import sys
 import types

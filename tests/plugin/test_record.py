@@ -162,7 +162,7 @@ def test_only_a_call_past_the_bound_is_kept(engine, caplog, monkeypatch):
     assert re.search(right, caplog.text)
 
 
-@pytest.mark.parametrize("reason", ["the model is no local folder with safetensors", "OSError: no memory"])
+@pytest.mark.parametrize("reason", ["the model is not a local folder with safetensors", "OSError: no memory"])
 def test_a_comparison_that_cannot_be_made_ends_the_recording_with_a_reason(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:

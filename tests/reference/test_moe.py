@@ -85,8 +85,8 @@ def test_an_id_out_of_range_and_an_unknown_activation_are_refused(bad, activatio
 def test_quantized_weights_compute_with_their_dequantized_values() -> None:
     weights, (x, topk_weights, ids) = tensors(), inputs()
     scale = torch.rand(EXPERTS) + 0.5
-    for quantise in (quantize, lambda weight: Fp8(weight.to(torch.float8_e4m3fn), scale)):
-        w13, w2 = quantise(weights["w13"]), quantise(weights["w2"])
+    for quantizer in (quantize, lambda weight: Fp8(weight.to(torch.float8_e4m3fn), scale)):
+        w13, w2 = quantizer(weights["w13"]), quantizer(weights["w2"])
         plain = [torch.stack([dequantize_expert(weight, e) for e in range(EXPERTS)]) for weight in (w13, w2)]
         plain = forward(x, MoeWeights(*plain), topk_weights, ids)
         assert torch.equal(forward(x, MoeWeights(w13, w2), topk_weights, ids), plain)
@@ -126,9 +126,9 @@ def test_weights_fit_into_bfloat16(quantization: str) -> None:
 def test_inputs_lie_on_the_grid(activations: str) -> None:
     layer = moe_layer.make_layer(SHAPE, "nvfp4" if activations == "nvfp4" else "fp8")
     problem = moe_layer.make_problem(layer, 9, activations)
-    quantise = moe_layer.make_quantizer(activations, layer.input_scale)
-    assert quantise is not None
-    assert torch.equal(quantise(problem.x.float()), problem.x.float())
+    quantizer = moe_layer.make_quantizer(activations, layer.input_scale)
+    assert quantizer is not None
+    assert torch.equal(quantizer(problem.x.float()), problem.x.float())
     assert 0.3 < float(problem.x.float().std()) < 2
 
 

@@ -29,7 +29,7 @@ def test_every_e2m1_code_has_the_value_of_ml_dtypes() -> None:
     assert torch.equal(e2m1.decode(CODES + 0xF0), ours), "only four bits count"
 
 
-def test_ties_of_e2m1_go_to_the_even_code_and_their_neighbours_to_the_nearest() -> None:
+def test_ties_of_e2m1_go_to_the_even_code_and_their_neighbors_to_the_nearest() -> None:
     middle = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     assert e2m1.decode(e2m1.encode(middle)).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
     below, above = torch.nextafter(middle, torch.tensor(0.0)), torch.nextafter(middle, torch.tensor(9.0))
@@ -102,7 +102,7 @@ def test_the_largest_block_scale_is_448() -> None:
     assert q.global_scale.shape == ()
 
 
-def test_a_stack_is_quantised_matrix_by_matrix() -> None:
+def test_a_stack_is_quantized_matrix_by_matrix() -> None:
     w = torch.randn(3, 8, 32) * torch.tensor([1.0, 10.0, 0.1])[:, None, None]
     stack = quantize(w)
     for index in range(3):
@@ -114,7 +114,7 @@ def test_a_stack_is_quantised_matrix_by_matrix() -> None:
 
 @settings(max_examples=50)
 @given(st.integers(0, 2**31), st.floats(1e-3, 1e3))
-def test_the_error_is_at_most_half_a_step_and_quantising_twice_changes_nothing(seed, size):
+def test_the_error_is_at_most_half_a_step_and_quantizing_twice_changes_nothing(seed, size):
     w = torch.randn(4, 48, generator=torch.Generator().manual_seed(seed)) * size
     q = quantize(w)
     blocks = w.double().unflatten(-1, (-1, 16))

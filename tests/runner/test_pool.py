@@ -97,7 +97,7 @@ def test_what_a_child_started_ends_with_it(way: str, message: str | None) -> Non
         pytest.param(
             "kill_guardian", "the case ended the process that runs the cases", marks=pytest.mark.slow
         ),
-        ("full_disk", "a disk is full, perhaps that of temporary files"),
+        ("full_disk", "a disk is full, perhaps the disk of temporary files"),
     ],
 )
 def test_a_child_that_breaks_things_harms_no_sibling(way: str, message: str | None) -> None:
@@ -172,7 +172,7 @@ def test_gpu_jobs_share_a_gpu_as_far_as_each_allows(given_jobs, already, paralle
     for device in {job.device for job in jobs}:
         here = [jobs[index].together for index in busy if jobs[index].device == device]
         assert here, "a free GPU is used"
-        assert len(here) <= max(1, min(*here, parallel)), "no job has more neighbours than it allows"
+        assert len(here) <= max(1, min(*here, parallel)), "no job has more neighbors than it allows"
         if len(here) < min(*here, parallel):
             left = [jobs[index] for index in waiting if index not in busy and jobs[index].device == device]
             assert all(job.together <= len(here) for job in left[:1]), "the first that waits cannot start"
@@ -221,7 +221,7 @@ def _list_left() -> list[int]:
 
 
 _OTHERS: set[int] = set()
-"""What tests before these left running on purpose: the process that removes temporary folders."""
+"""Left running on purpose by tests before these: the process that removes temporary folders."""
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -261,7 +261,7 @@ from scenario_fakes import FAULTS, subject_kind
 from moedoctor.scenario.file import ScenarioError, load
 for path in map(Path, sys.argv[3:]):
     seconds, message = 9.0, None
-    for _ in range(3):  # a busy neighbour slows a try down
+    for _ in range(3):  # a busy neighbor slows a try down
         began = time.process_time()
         try:
             load(path, faults=FAULTS, subject_kind=subject_kind)

@@ -17,7 +17,7 @@ class LateStream:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.work: deque[Callable[[], object]] = deque()
         self.dead = False
-        """Whether the device has failed: nothing happens any more, and each question raises."""
+        """True if the device has failed: nothing happens any more, and each question raises."""
         begin_step, keep = kept_rows.begin_step_on_host, KeptRows.keep_on_host
 
         def launch_step(header: torch.Tensor, *given: int, frees: bool) -> None:

@@ -1,4 +1,4 @@
-"""Which call a recording keeps."""
+"""The call that a recording keeps."""
 
 import random
 from unittest.mock import Mock

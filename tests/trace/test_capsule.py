@@ -222,7 +222,7 @@ _CHANGES = st.fixed_dictionaries(
         "shapes": st.dictionaries(_TENSORS, st.lists(st.integers(0, 9), max_size=3), max_size=1),
     }
 )
-"""What is put in place of parts of a capsule."""
+"""Replacements of parts of a capsule."""
 
 
 def _changed(change: dict[str, Any], scheme: tuple[str, str], path: Path) -> capsules.Capsule | None:
@@ -318,7 +318,7 @@ call (`make evidence NAMES=recorded_scale_graphs`).
 
 @pytest.fixture(scope="module")
 def result() -> Any:
-    """What a child of `moedoctor replay` answers."""
+    """Return the answer of a child of `moedoctor replay`."""
     return json.loads(json.dumps(to_plain(replay.judge(capsules.load(FILE)))))
 
 

@@ -1,4 +1,4 @@
-"""What is left of MoE calls when their process dies."""
+"""MoE calls that are saved when their process dies."""
 
 import os
 import signal

@@ -145,7 +145,7 @@ class Biased(Block):
 @pytest.mark.parametrize(
     ("block", "problem"),
     [
-        (Shared, "holds that of shared_expert"),
+        (Shared, "includes shared_expert's"),
         (Biased, "biases or transposed weights"),
         (lambda: Block(act=nn.Tanh()), "its activation Tanh is not"),
         (lambda: nn.Linear(H, H), "no module with experts beside a router"),

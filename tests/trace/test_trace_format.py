@@ -106,10 +106,10 @@ BAD_FILES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"format": "other"}, {}, "without the format"),
     ({"version": "2"}, {}, "format version 2, expected 1"),
     ({"num_experts": "-8"}, {}, "num_experts is '-8'"),
-    ({"layers": "a"}, {}, "layers is no JSON list"),
+    ({"layers": "a"}, {}, "layers is not a JSON list"),
     ({"layers": '["a", "b"]'}, {}, "must name the 1 layers"),
     ({"layers": "[1]"}, {}, "must name the 1 layers"),
-    ({"made": "[]"}, {}, "made is no JSON object"),
+    ({"made": "[]"}, {}, "made is not a JSON object"),
     ({}, {"topk_ids": torch.zeros(2, 2, dtype=torch.uint8)}, "topk_ids must be there"),
     ({}, {"topk_ids": torch.zeros(2, 1, 2, dtype=torch.int64)}, "topk_ids must be there"),
     ({}, {"call_rows": torch.ones(2)}, "call_rows must be there"),
@@ -130,7 +130,7 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     for content in (b"", b"not a trace", b"\xff" * 100, json.dumps({"a": 1}).encode()):
         path.write_bytes(content)
-        with pytest.raises(TraceError, match="is no safetensors file"):
+        with pytest.raises(TraceError, match="is not a safetensors file"):
             load(path)
     with pytest.raises(TraceError, match="is a folder"):
         load(tmp_path)

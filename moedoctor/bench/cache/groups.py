@@ -29,7 +29,7 @@ EAGER = "_eager_wall_clock"
 _GROUPS = (2, 4, 8)
 _TOKENS = 1024
 _BFLOAT16_UNIT = 2.0**-8
-"""What rounding to bfloat16 changes at most. A group's result is rounded once, and so is the sum after it."""
+"""The most that rounding to bfloat16 changes. A group's result is rounded once, as is the sum after it."""
 _EAGER_CALLS, _EAGER_ROUNDS = 10, 9
 
 

@@ -1,4 +1,4 @@
-"""What the measurements of the expert cache share: a model's shape, its weights on the host, its routes.
+"""Shared by the measurements of the expert cache: a model's shape, its weights on the host, its routes.
 
 Layers have slots of their own. `Model.host_layers` sets of host tensors serve all of them in turn, which
 saves host memory and changes no transfer.

@@ -24,13 +24,13 @@ class Control:
 
     name: str
     on_weights: Callable[[Layer], Weight] | None = None
-    """What the backend gets in place of the layer's w13."""
+    """Makes the weight that the backend gets in place of the layer's w13."""
     on_routes: Callable[[Problem], Problem] | None = None
-    """What the backend is called with in place of the problem; the layer is the same."""
+    """Makes the problem that the backend is called with instead; the layer is the same."""
     on_output: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Makes the wrong output of the right one."""
     applies: Callable[[Layer], bool] = lambda layer: True
-    """Whether the fault changes anything in this layer."""
+    """Returns True if the fault changes anything in this layer."""
 
 
 def list_controls() -> tuple[Control, ...]:

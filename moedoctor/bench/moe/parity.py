@@ -28,7 +28,7 @@ class ParityResult:
     agreement: Agreement
     """The worst of the calls."""
     deterministic: bool
-    """Whether all calls gave the same bits."""
+    """True if all calls gave the same bits."""
     missed: tuple[str, ...]
     """Negative controls that the comparison did not notice: a harness that cannot be trusted."""
     controls: dict[str, str | None]

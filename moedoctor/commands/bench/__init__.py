@@ -1,1 +1,1 @@
-"""What `moedoctor bench` measures: backends, an expert cache, or engines."""
+"""The measurements of `moedoctor bench`: backends, an expert cache, or engines."""

@@ -150,7 +150,7 @@ def _read_trace_rows(name: str, layers: Layers) -> list[list[int]]:
     for model, (shape, _) in layers.items():
         if (trace.top_k, trace.num_experts) != (shape.top_k, shape.experts):
             raise InputError(
-                f"--trace {name}: its tokens choose {trace.top_k} of {trace.num_experts} experts, those of "
+                f"--trace {name}: its tokens choose {trace.top_k} of {trace.num_experts} experts, and "
                 f"{model} {shape.top_k} of {shape.experts}; expected a trace of the same layer"
             )
     width = trace.top_k * len(trace.layers)

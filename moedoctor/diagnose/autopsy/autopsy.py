@@ -288,7 +288,7 @@ def _judge_log(lines: Sequence[bytes]) -> str:
     if cause is None:
         return "no error ended what this log is of"
     if cause.kind != "kernel_fault":
-        return f"line {cause.line}: {cause.says}: no kernel faulted, as far as this log tells"
+        return f"line {cause.line}: {cause.says}: no kernel faulted, as far as this log shows"
     if cause.note or not cause.place:
         innocent = f"; {cause.place} may be innocent" if cause.place else ""
         return f"line {cause.line}: a kernel faulted, which the log does not name{innocent}"
@@ -310,7 +310,7 @@ def _advise(faults: Sequence[KernelFault], call: Path | None, examined: Sequence
         )
     elif any(fault.owner for fault in faults):
         yield (
-            "It is no kernel that only MoE layers use. CUDA_LAUNCH_BLOCKING=1 and --enforce-eager show the "
+            "Not only MoE layers use this kernel. CUDA_LAUNCH_BLOCKING=1 and --enforce-eager show the "
             "line of Python that launched it: what it was given comes from there"
         )
     if not faults and any("does not name" in (each.note or "") for each in examined):

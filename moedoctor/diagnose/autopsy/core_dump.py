@@ -94,7 +94,7 @@ class Fault:
     """The first thread that faulted; None if only its SM has the exception."""
     warps: int | None
     blocks: int | None
-    """How many faulted in this way."""
+    """The number that faulted in this way."""
     address: int | None
     """The address that the first thread's instruction used; None if no register has it any more."""
     parameters: tuple[int, ...]

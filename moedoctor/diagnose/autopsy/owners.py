@@ -1,4 +1,4 @@
-"""Whose kernel it is, by its name and the file of its source."""
+"""The owner of a kernel, by its name and the file of its source."""
 
 from __future__ import annotations
 

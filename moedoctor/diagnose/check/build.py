@@ -27,7 +27,7 @@ class Build:
     variables: Mapping[str, frozenset[str] | None] = field(default_factory=dict)
     """Package that is not known -> the variables that it declares; None if they cannot be read."""
     unknown: tuple[str, ...] = ()
-    """What is not known for this build, each with the reason."""
+    """Facts that are not known for this build, each with the reason."""
 
     def find_release(self, id: str) -> str | None:
         """Return the known release that this build is like for an entry; None to go by its version."""

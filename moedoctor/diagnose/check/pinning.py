@@ -27,7 +27,7 @@ class Pinning:
     works: bool | None
     """None if it was not tried."""
     reason: str
-    """Why it was not tried, what went wrong, or how much was pinned how fast."""
+    """The reason why it was not tried, the error, or how much was pinned how fast."""
 
 
 def make_untried(reason: str) -> Pinning:

@@ -23,7 +23,7 @@ class Finding:
     """An estimate, above 0 and at most 1."""
     why: str
     needs: str | None
-    """What else the failure needs and this machine does not show."""
+    """A condition of the failure that this machine does not show."""
     evidence: Mapping[str, Any]
     """The facts behind it."""
     next_step: str
@@ -74,7 +74,7 @@ class CheckResult:
 
     command: ClassVar[str] = "check"
     findings: tuple[Finding, ...] = ()
-    """What can strike here by versions, GPU and settings, the worst first."""
+    """Failures that can strike here by versions, GPU and settings, the worst first."""
     conditional: tuple[Finding, ...] = ()
     """Notes: only the checkpoint, the model or other code decides these."""
     problems: tuple[Problem, ...] = ()
@@ -85,9 +85,9 @@ class CheckResult:
     not_looked_at: tuple[str, ...] = ()
     """The parts that this answer does not cover, each with the reason."""
     read: tuple[str, ...] = field(default=(), metadata={"sparse": True})
-    """What was read from the source of a vLLM or FlashInfer that is no known release, or that was changed."""
+    """Facts read from the source of a vLLM or FlashInfer that is no known release, or that was changed."""
     unknown: tuple[str, ...] = field(default=(), metadata={"sparse": True})
-    """What is not known for this vLLM or FlashInfer, each with the reason."""
+    """Facts that are not known for this vLLM or FlashInfer, each with the reason."""
     ignored: tuple[Ignored, ...] = field(default=(), metadata={"sparse": True})
     """Findings and problems that `--ignore` leaves out."""
     fail_on: str = field(default="warning", metadata={"sparse": True})

@@ -72,7 +72,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in `folder`. Raises CheckpointError if it cannot be read safely."""
     if not os.path.isdir(folder):  # Path.is_dir raises for impossible names
         raise CheckpointError(
-            f"{shorten(str(folder), 200)}: is no folder, expected one with config.json and safetensors files"
+            f"{shorten(str(folder), 200)}: is not a folder with config.json and safetensors files"
         )
     truncated: dict[str, str] = {}
 
@@ -188,7 +188,7 @@ def read_json(folder: Path, name: str) -> JsonFile | None:
             raise TruncatedError(f"{name}: ends in line {error.lineno}, in the middle of JSON") from error
         raise CheckpointError(f"{name}:{error.lineno}: {error.msg}, expected JSON") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name}: is no JSON that can be read ({str(error)[:80]})") from error
+        raise CheckpointError(f"{name}: cannot be read as JSON ({str(error)[:80]})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{name}:1: is a {type(value).__name__}, expected an object")
     return JsonFile(name, text, value, tuple(repeated))

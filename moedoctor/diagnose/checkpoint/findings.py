@@ -85,7 +85,7 @@ class Lint:
     loaded_by: str = ""
     """The answer of the vLLM release whose loader was asked, in words; empty if none was."""
     not_asked: str = "no vLLM was asked"
-    """Why no release answered."""
+    """The reason why no release answered."""
     names_of: tuple[str, ...] = ()
     """The releases whose table of names has this architecture and quantization, the newest last."""
     _findings: dict[str, LintFinding] = field(default_factory=dict)

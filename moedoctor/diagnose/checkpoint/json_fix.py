@@ -88,11 +88,11 @@ def _correct_excluded(modules: Mapping[str, Module], declared: Declared) -> list
 
     Every matrix that is not quantized is named, also a router or a head: some models build them quantized.
     """
-    quantised = [module.name for module in modules.values() if module.kind not in (None, "none")]
+    quantized = [module.name for module in modules.values() if module.kind not in (None, "none")]
     right = [
         pattern
         for pattern in declared.excluded
-        if not any(map(declared.make_patterns([pattern]).match, quantised))
+        if not any(map(declared.make_patterns([pattern]).match, quantized))
     ]
     patterns = declared.make_patterns(right)
     lacking = sorted(

@@ -65,7 +65,7 @@ class Repaired:
     changed: tuple[str, ...]
     """Names of the files that differ from the old ones."""
     linked: int
-    """How many files share their bytes with the old ones."""
+    """The number of files that share their bytes with the old ones."""
     left_out: int
     """Folders and special files, which were not copied."""
 

@@ -144,7 +144,7 @@ def _read_entries(shard: str, raw: bytes) -> dict[str, Any]:
 
 
 def _make_error(shard: str, reason: str) -> CheckpointError:
-    return CheckpointError(f"{shard}: its header is no JSON of safetensors ({_shorten(reason)})")
+    return CheckpointError(f"{shard}: its header is not JSON of safetensors ({_shorten(reason)})")
 
 
 def _read_tensor(shard: str, name: str, entry: Any, base: int, room: int) -> TensorInfo:
@@ -152,7 +152,7 @@ def _read_tensor(shard: str, name: str, entry: Any, base: int, room: int) -> Ten
         return CheckpointError(f"{shard}: tensor {_shorten(name)}: {what}")
 
     if not isinstance(entry, dict):
-        raise make_error("is no object, expected dtype, shape and data_offsets")
+        raise make_error("is not an object, expected dtype, shape and data_offsets")
     dtype, shape, place = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in BITS:
         raise make_error(f"unknown dtype {_shorten(str(dtype))}, expected one of safetensors' own")
@@ -181,7 +181,7 @@ def _check_places(shard: str, tensors: Mapping[str, TensorInfo], base: int, room
             )
         if start > at:
             raise CheckpointError(
-                f"{shard}: {start - at} bytes before tensor {_shorten(name)} are no tensor's, expected none: "
+                f"{shard}: {start - at} bytes before tensor {_shorten(name)} belong to no tensor: "
                 "damaged, or its offsets are wrong"
             )
         at, last = start + size, name

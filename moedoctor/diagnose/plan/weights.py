@@ -120,7 +120,7 @@ def _read_algo(algo: Any, path: Path) -> str:
 
 
 def _refuse(path: Path, what: str) -> PlanError:
-    return PlanError(f"{path}: {what[:120]} is no scheme that plan counts; give --scheme with the nearest")
+    return PlanError(f"{path}: plan does not know the scheme {what[:120]}; give --scheme with the nearest")
 
 
 def _read(folder: Path, name: str) -> JsonFile | None:

@@ -83,8 +83,8 @@ def find_release(text: str) -> Release:
         return Release(path.name, folder=path.resolve())
     if not os.path.isfile(path):
         raise ReleaseError(
-            f"{shorten(text)}: is no file and no folder with vllm; expected a wheel (`pip download --no-deps "
-            "vllm==X.Y.Z`), an unpacked one, or a Python"
+            f"{shorten(text)}: is neither a file nor a folder with vllm; expected a wheel (`pip download "
+            "--no-deps vllm==X.Y.Z`), an unpacked one, or a Python"
         )
     if path.suffix == ".whl":
         try:

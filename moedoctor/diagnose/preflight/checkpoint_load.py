@@ -24,7 +24,7 @@ _CHECKS = {
 _MEMORY, _GPUS = 80 << 30, 8
 """Memory decides nothing while a checkpoint is loaded."""
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What ``--max-lora-rank`` takes in every release."""
+"""The values that ``--max-lora-rank`` takes in every release."""
 
 
 def find_capability() -> tuple[int, int]:
@@ -40,8 +40,8 @@ def make_adapter_flags(adapter: Path) -> tuple[str, ...]:
         largest = next(size for size in _RANKS if size >= rank)
     except (TextFileError, OSError, ValueError, LookupError, TypeError, StopIteration) as error:
         raise ModelError(
-            f"{adapter}: is no adapter, expected a folder with adapter_config.json and its rank 'r', at most "
-            f"{_RANKS[-1]}"
+            f"{adapter}: is not an adapter, expected a folder with adapter_config.json and its rank 'r', at "
+            f"most {_RANKS[-1]}"
         ) from error
     place = f"adapter={adapter.resolve()}"
     return "--enable-lora", "--max-lora-rank", str(largest), "--lora-modules", place

@@ -164,10 +164,10 @@ def read_script(path: Path) -> ServeCommand:
         try:
             values[name] = ast.literal_eval(node)
         except (ValueError, TypeError):
-            notes.append(f"{path.name}:{node.lineno}: {name} is no literal and was not read")
+            notes.append(f"{path.name}:{node.lineno}: {name} is not a literal and was not read")
     model = values.pop("model", None)
     if not isinstance(model, str):
-        raise CommandError(f'{path}:{call.lineno}: the model is no text, expected LLM(model="...")')
+        raise CommandError(f'{path}:{call.lineno}: the model is not a text, expected LLM(model="...")')
     flags = (word for name, value in values.items() for word in _make_flag(name, value))
     return ServeCommand((model, *flags), {}, tuple(notes))
 

@@ -279,7 +279,7 @@ def _find_stale_buffers(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Prefligh
     stale: Sequence[str] = next((row["stale"] for row in ranks if row.get("stale")), ())
     if stale:
         message = (
-            f"--cpu-offload-gb moves weights of which buffers were made: up to {len(stale)} are never loaded"
+            f"--cpu-offload-gb moves weights that buffers were made of: up to {len(stale)} are never loaded"
         )
         step = "Add --cpu-offload-params experts, or set MOEDOCTOR_FIXES=offload."
         yield _make("stale-buffer", f"{message} ({stale[0]})", step, tensor=stale[0], id="MD008")

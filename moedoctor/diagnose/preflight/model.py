@@ -91,8 +91,8 @@ def find_cached(name: str, revision: str = "main") -> Path:
     folder = root / "snapshots" / revision
     if not _REPOSITORY.fullmatch(name) or not (folder / "config.json").is_file():
         raise ModelError(
-            f"{name}: is no folder here and not in the Hugging Face cache; expected a checkpoint folder, its "
-            "config.json, or a file that `moedoctor preflight headers FOLDER` wrote. Without weights: "
+            f"{name}: is not a folder here, and not in the Hugging Face cache; expected a checkpoint folder, "
+            "its config.json, or a file that `moedoctor preflight headers FOLDER` wrote. Without weights: "
             f"`hf download {name} --include '*.json'`"
         )
     return folder

@@ -79,7 +79,7 @@ class StartAnswer:
     """After ``vllm serve``."""
     verdict: Verdict
     reason: str
-    """Why, in one line."""
+    """The reason, in one line."""
     next_step: str
     stages: tuple[StageAnswer, ...]
     findings: tuple[PreflightFinding, ...]
@@ -91,7 +91,7 @@ class StartAnswer:
     weight_bytes: tuple[int, ...] = ()
     """Bytes of the parameters of each rank, the draft's too."""
     memory: tuple[tuple[str, str], ...] = ()
-    """What the fullest rank needs beside its weights, as (what, size or why it is not known)."""
+    """The needs of the fullest rank beside its weights, as (what, size or why it is not known)."""
     kv_tokens: int | None = None
     """Tokens of KV cache beside the weights of the fullest rank if activations took nothing."""
     backends: tuple[tuple[str, str, str], ...] = ()
@@ -130,7 +130,7 @@ class PreflightDocument:
     """``{"capability", "memory_gib", "count"}``."""
     answers: tuple[StartAnswer, ...]
     not_seen: tuple[str, ...]
-    """What no answer of this command can know."""
+    """Facts that no answer of this command can know."""
     notes: tuple[str, ...]
     summary: PreflightSummary
     command: ClassVar[str] = "preflight"

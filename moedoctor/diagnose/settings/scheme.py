@@ -52,8 +52,8 @@ def find_scheme(command: Sequence[str], release: str) -> Found:
     if not os.path.isfile(config):  # Path.is_file raises for impossible names
         return Found(
             SCHEMES,
-            f"{shorten(model)} is no folder with a config.json here, so how its weights are quantized is not "
-            "known: name it with --scheme, or give the folder",
+            f"{shorten(model)} is not a folder with a config.json here, so how its weights are quantized is "
+            "not known: name it with --scheme, or give the folder",
         )
     return _read_config(config, method)
 

@@ -59,11 +59,11 @@ class Cause:
     place: str
     """The frame where it was raised, ``file:line, in function``; empty without a traceback."""
     owner: str
-    """Whose code that is."""
+    """The owner of that code."""
     next_step: str
-    """What to do, a line each; the first is the most particular one. Empty if a finding has a step."""
+    """The next steps, a line each; the first is the most particular one. Empty if a finding has a step."""
     note: str = ""
-    """What must not be believed of this text."""
+    """A warning of what not to believe in this text."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class _Error:
     text: str
     frames: deque[Frame] = field(default_factory=lambda: deque(maxlen=_MOST_FRAMES))
     link: str = ""
-    """How it follows from `before`: "cause", "context", or an empty string."""
+    """The relation to `before`: "cause", "context", or an empty string."""
     before: _Error | None = None
     lines_after: list[str] = field(default_factory=list)
     detail: tuple[int, str] | None = None

@@ -19,7 +19,7 @@ _STRIPPED = {
     **dict.fromkeys(map(ord, "\u201c\u201d\u201e\u201f\u2033"), '"'),
     **dict.fromkeys(map(ord, "\u2010\u2011\u2212"), "-"),
 }
-"""What is removed, and what word processors and web pages put in place of quotes and hyphens."""
+"""Characters to remove, and what word processors and web pages put in place of quotes and hyphens."""
 _CJK = "[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]"
 _SCRIPTS = re.compile(rf"(?<=\w)(?={_CJK})(?<!{_CJK})|(?<={_CJK})(?=\w)(?!{_CJK})")
 """A joint of words of another script: `\b` finds none."""

@@ -48,7 +48,7 @@ _FAR = 8 * AROUND
 _SHAPES = 200_000
 _REPEATS = 4
 _TERMINAL = 60
-_NEIGHBOUR = 200
+_NEIGHBOR = 200
 _LONG = 500
 _BASE = 3
 _LOWER = bytes.maketrans(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", b"abcdefghijklmnopqrstuvwxyz")
@@ -233,7 +233,7 @@ class Passages:
 
 
 def _make_passage(before: str, shown: str, after: str, number: int, wrapped: bool) -> Passage:
-    head, middle, tail = before[-_NEIGHBOUR:].lower(), shown.lower(), after[:_NEIGHBOUR].lower()
+    head, middle, tail = before[-_NEIGHBOR:].lower(), shown.lower(), after[:_NEIGHBOR].lower()
     start = len(head) + 1 if head else 0
     text = f"{head} {middle}" if head else middle
     joined = ((head, middle), (middle, tail))  # a terminal may have broken a word between the two

@@ -69,7 +69,7 @@ class SettingsReader(Settings):
     _listed: int = 0
     """Lines that may still come of a list of attempts."""
     attempts: dict[str, None] = field(default_factory=dict)
-    """What the text says to change nothing, as `list_settings` names it."""
+    """Attempts that the text says change nothing, as `list_settings` names them."""
 
     def read(self, shown: str, of_another: bool = False) -> None:
         """Take in one line as it is written; `of_another` is True for a quotation."""

@@ -86,7 +86,7 @@ class Signature:
     next: str = ""
     """The next step if the one of the entry does not follow from this text."""
     releases: str = ""
-    """What to say of releases if the entry's ranges are not about this text."""
+    """The words on releases if the entry's ranges are not about this text."""
 
 
 _WORD = r"[a-z0-9]+"

@@ -86,7 +86,7 @@ class Finding:
     confidence: float
     """Above 0, below 1."""
     next_step: str
-    """What to do, a line each."""
+    """The next steps, a line each."""
     grade: Grade
     why: tuple[str, ...] = ()
     """Reasons in the text that speak for it, and after "but" what speaks against it."""
@@ -127,7 +127,7 @@ class Triage:
     other_releases: str = ""
     """Releases that the text names, but not as the ones that failed."""
     settings: Settings = field(default_factory=Settings)
-    """How the server was started."""
+    """The settings that the server was started with."""
     error: Cause | None = None
     """The error that ended the server."""
 
@@ -375,7 +375,7 @@ class _Reader:
         confidence, why, missing = self._weigh(signature, line)
         if line in self.notes[name].mentions or self._tells_of_others():
             confidence = min(confidence, _LIKELY)
-            why = (*why, "but the text tells of it and does not say that it happened here")
+            why = (*why, "but the text mentions it and does not say that it happened here")
         if confidence < _LEAST or not all(map(self._is_any_here, signature.needs)):
             return None
         against = next((_describe(name) for name in signature.unless if name in self.lines), "")

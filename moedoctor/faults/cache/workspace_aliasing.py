@@ -22,7 +22,7 @@ from moedoctor.results import Case, CaseVerdict, Observation, Tier, find_worst
 
 LAB = "moedoctor.faults.cache.workspace_aliasing_lab"
 RESULTS = {"what apply returns": False, "the result before apply copies it": True}
-"""What the claim is measured on -> whether it is taken before the kernel copies it."""
+"""The measured result -> True if it is taken before the kernel copies it."""
 
 
 class WorkspaceAliasingParameters(RoutedParameters):

@@ -53,7 +53,7 @@ FUSED: Mapping[str, Sequence[str]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")
 MODULES = tuple(
     f"model.layers.0.{name}" for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate", "mlp.experts")
 )
-"""What Qwen3-MoE builds by the list; ModelOpt's rule decides on the head, too."""
+"""Modules that Qwen3-MoE builds by the list; ModelOpt's rule decides on the head, too."""
 _SIZES = {"layers": 1, "intermediate": 128, "experts": 4}
 
 

@@ -1,4 +1,4 @@
-"""What the labs of loading failures share: the installed vLLM's own loader, asked without a GPU."""
+"""Shared by the labs of loading failures: the installed vLLM's own loader, asked without a GPU."""
 
 from __future__ import annotations
 

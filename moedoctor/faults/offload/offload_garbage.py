@@ -26,7 +26,7 @@ from moedoctor.upstream.engine.probes import find_first_difference
 DECIDED = 0.5
 """Lead of a token's logprob from which rounding in the layers does not explain another token."""
 _FIGURES = re.compile(r"0x[0-9a-f]+|\d[\d.,]*(?: ?[KMGT]?i?B\b)?", re.IGNORECASE)
-"""What differs between two messages of the same error: sizes, addresses, process numbers."""
+"""Parts that differ between two messages of the same error: sizes, addresses, process numbers."""
 _COMPARED = 160
 """Characters of two messages that are compared: long messages are cut, and figures shift the place."""
 

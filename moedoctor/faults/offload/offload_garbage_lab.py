@@ -1,4 +1,4 @@
-"""What runs in the child for MD008: a device view of pinned memory that is given back too early, or is not.
+"""The child process for MD008: a device view of pinned memory that is given back too early, or is not.
 
 The order of events is that of vllm#45528: a parameter is offloaded and becomes a device view of pinned
 memory, the layer repacks its weights after loading and drops what it had, and the next pinned allocation, a

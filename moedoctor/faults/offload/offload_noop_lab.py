@@ -1,4 +1,4 @@
-"""What runs in the child for MD013: offloaded weights are repacked after loading; where do they end up?
+"""The child process for MD013: offloaded weights are repacked after loading; where do they end up?
 
 Device tensors are fake (`torch._subclasses`): they have a device, a shape and a storage but no data, so
 upstream's own functions run without a GPU, and every tensor's device is the one that it would have. The
@@ -34,7 +34,7 @@ REPACKED: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "w13_weight": ((EXPERTS, COLUMNS // 8, ROWS * 2), torch.int32),
     "w2_weight": ((EXPERTS, ROWS, COLUMNS), torch.uint8),
 }
-"""What repacking makes of each: another shape and type as for Marlin, or the same with other bytes."""
+"""The result of repacking each: another shape and type as for Marlin, or the same with other bytes."""
 _HOST = ("host", "cpu")
 V2_OFFLOADS = Version("0.28.0")
 """The first release whose V2 model runner installs the offloader."""

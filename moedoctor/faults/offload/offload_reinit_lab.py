@@ -1,5 +1,4 @@
-"""What runs in the child for MD009: a function that rebuilds the input batch, ours or upstream's, on a mock
-runner."""
+"""The child process for MD009: our or upstream's function that rebuilds the input batch, on a mock runner."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from moedoctor.upstream.engine.experiment import Outcome
 from moedoctor.upstream.engine.offload_table import CONTROLS, COPIES
 
 _CELL = ("backend", "mode", "experts")
-"""What names a cell of the table of vllm#37883."""
+"""The keys of a cell in the table of vllm#37883."""
 
 
 class OffloadedScalesParameters(Parameters):

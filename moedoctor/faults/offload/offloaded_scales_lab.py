@@ -1,4 +1,4 @@
-"""What runs in the child for MD003: quantized layers, simulated, by vLLM's Marlin operator, or in engines."""
+"""The child process for MD003: quantized layers, simulated, by vLLM's Marlin operator, or in engines."""
 
 from __future__ import annotations
 

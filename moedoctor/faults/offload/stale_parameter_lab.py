@@ -1,4 +1,4 @@
-"""What runs in the child for MD020: offloaded layers, with several products that read the config's scales."""
+"""The child process for MD020: offloaded layers, with several products that read the config's scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in the child for MD002: copies whose host memory is used again at once, and our offloader's.
+"""The child process for MD002: copies whose host memory is used again at once, and our offloader's.
 
 The control makes one copy. The fix is the offloader's own code: weights go to the device through its
 `Pipeline`, whose copies are a `CudaEngine`'s on a GPU and a simulated device's elsewhere, and the host is

@@ -1,4 +1,4 @@
-"""What runs in the child for MD005: a stack of MoE layers, offloaded in one way or another, then compiled."""
+"""The child process for MD005: a stack of MoE layers, offloaded in one way or another, then compiled."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class CheckpointFault(EngineFault):
     engine_by = "moe_backend"
     engine_summary = "vLLM with {moe_backend}"
     lints: ClassVar[bool] = True
-    """Whether `moedoctor lint` names it; the evidence then lists under ``lint`` what lint finds."""
+    """True if `moedoctor lint` names it; the evidence then lists under ``lint`` what lint finds."""
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence

@@ -1,4 +1,4 @@
-"""What the labs of checkpoint failures share: a tiny checkpoint that is changed, and engines that load it."""
+"""Shared by the labs of checkpoint failures: a tiny checkpoint that is changed, and engines that load it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LAYERS, EXPERTS = 2, 8
 """Of the checkpoints that engines load."""
 PROMPTS = ((265, 511, 43, 73, 395), (290, 346, 157, 185, 327), (364, 101, 424, 166, 406, 153, 200))
 CLOSE = 0.25
-"""How much logprobs of the same tokens may differ between engines that should compute the same function. With
-the prompts above the best token leads by at least 0.75 at every step."""
+"""The most that logprobs of the same tokens may differ between engines that should compute the same function.
+With the prompts above the best token leads by at least 0.75 at every step."""
 Run = Callable[[list[EngineRequest]], list[EngineResult]]
 
 

@@ -24,11 +24,11 @@ from moedoctor.upstream.flashinfer.probe import FlashInferProbe, RoutingMaps, Sh
 HIDDEN = 64
 GARBAGE = 0x7F7F7F7F
 _STALE = 64.0
-"""What expert rows hold that this call did not write."""
+"""The value of expert rows that this call did not write."""
 _GUARD = 8
 """Rows before and after the expert rows, so that a read a little out of bounds is noticed and not fatal."""
 _OUTSIDE = 2.0**40
-"""What those rows hold: with the smallest weight, an eighth, still more than any sum of rows within."""
+"""The value of those rows: with the smallest weight, an eighth, still more than any sum of rows within."""
 _MEMORY = {"garbage": GARBAGE, "zeros": 0, "minus_one": -1}
 
 

@@ -78,7 +78,7 @@ class NanRoutingParameters(RoutedParameters):
 _BENCH = "moedoctor.bench.routing"
 _KERNELS = {"needs_gpu": True, "needs": "the kernels of a release: --vllm-kernels X.Y.Z=PATH"}
 _REPEATS = 3
-"""How often each release is timed, in turn with the other one."""
+"""The number of times that each release is timed, in turn with the other one."""
 
 
 def _is_fixed(subject: str) -> bool:

@@ -24,7 +24,7 @@ from moedoctor.results import Case, Evidence, UnavailableError
 from moedoctor.upstream.releases.installed import align_block_size, describe_installed_release
 
 _STALE = 64.0
-"""What a buffer holds that an earlier call left."""
+"""The value in a buffer that an earlier call left."""
 
 
 class Batch(NamedTuple):

@@ -36,7 +36,7 @@ def check_range(ids: torch.Tensor, num_experts: int, name: str = "ids") -> None:
 def check_bounds(low: int, high: int, num_experts: int, name: str = "ids") -> None:
     """Raise ValueError if ids from `low` to `high` hold one that is neither -1 nor an expert."""
     if low < -1:
-        raise ValueError(f"{name}: {low} is no expert; -1 stands for none")
+        raise ValueError(f"{name}: {low} is not an expert; -1 means no expert")
     if high >= num_experts:
         raise ValueError(f"{name}: expert {high} of {num_experts}")
 

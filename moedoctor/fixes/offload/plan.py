@@ -179,7 +179,7 @@ def _find_memory_reasons(
 ) -> dict[Weight, str]:
     """Return the reason that each further parameter must stay: whole storages go or stay."""
     taken = {
-        identify_storage(buffer): f"its memory is that of the buffer {name}"
+        identify_storage(buffer): f"it shares memory with the buffer {name}"
         for name, buffer in module.named_buffers()
         if _is_plain(buffer) and buffer.numel()
     }
@@ -195,7 +195,7 @@ def _find_memory_reasons(
             continue
         key = identify_storage(weight.parameter)
         if weight in reasons:
-            taken.setdefault(key, f"its memory is that of {weight.names[0]}, which stays")
+            taken.setdefault(key, f"it shares memory with {weight.names[0]}, which stays")
         elif layers_of.setdefault(key, weight.layers) != weight.layers:
             taken.setdefault(key, "its memory is shared between layers")
     free = [weight for weight in weights if weight not in reasons]
@@ -326,7 +326,7 @@ def check_layers(module: nn.Module, given: Sequence[nn.Module], *, by_forward: b
     names = {id(child): name for name, child in module.named_modules()}
     unknown = [type(layer).__name__ for layer in given if id(layer) not in names]
     if unknown:
-        raise ValueError(f"layers: {unknown[0]} is no part of the module")
+        raise ValueError(f"layers: {unknown[0]} is not a part of the module")
     units = list({id(layer): (names[id(layer)], layer) for layer in given}.values())
     for name, layer in units:
         inner = {id(child) for child in layer.modules() if child is not layer}

@@ -9,7 +9,7 @@ import torch
 
 from moedoctor.testing.questions import declare
 
-_IDS = "lru_ensure: ids outside [0, num_total) are undefined behaviour"
+_IDS = "lru_ensure: ids outside [0, num_total) are undefined behavior"
 _COUNT = "lru_ensure: the caller must guarantee |distinct(query)| <= num_cached"
 _UNDEFINED = {"skipped_ids": _IDS, "unknown_ids": _IDS}
 _UNDEFINED |= {"too_many_experts": _COUNT, "usable_after_an_error": _COUNT}

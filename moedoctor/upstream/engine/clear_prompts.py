@@ -59,7 +59,7 @@ class Comparison:
     distance: float | None
     """Median, over the clear prompts, of the largest difference between the logprobs of a prompt."""
     problem: str | None = None
-    """Why the answers are wrong, or None."""
+    """The reason why the answers are wrong, or None."""
 
     @property
     def is_compared(self) -> bool:

@@ -25,7 +25,7 @@ _MOST_RANKS = 6
 _OBJECTS = 100_000
 """New objects after which garbage is looked for: a loader makes very many, and few of them are garbage."""
 _Rank = tuple[dict[str, Any], dict[str, tuple[bool, float, list[int]]], bool]
-"""What a rank did, what it took of each tensor (`OnMeta.taken`), and True if it came to the last tensor."""
+"""A rank's answer, what it took of each tensor (`OnMeta.taken`), and True if it came to the last tensor."""
 _MOST_ROWS = 50
 _ONE_GPU = ("--tensor-parallel-size=1", "--pipeline-parallel-size=1", "--data-parallel-size=1")
 

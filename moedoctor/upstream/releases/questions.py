@@ -22,7 +22,7 @@ from moedoctor.plugin.known_code import is_docstring
 from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError, find_place
 
 _UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
-"""What `ast` raises for text that is not Python, or that is nested on purpose."""
+"""Errors that `ast` raises for text that is not Python, or that is nested on purpose."""
 FLAGS = ("vllm/engine/arg_utils.py", "vllm/entrypoints", "vllm/utils/argparse_utils.py")
 """The files that declare the flags of vLLM's commands, and a folder of such files."""
 _CHOICES = {

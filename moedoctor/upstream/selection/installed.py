@@ -25,7 +25,7 @@ from moedoctor.upstream.selection.substitute import SubstituteError
 class Started:
     selected: str | None
     refused: str = ""
-    """Why the start was refused; empty if it was not."""
+    """The reason why the start was refused; empty if it was not."""
     warned: bool = False
     """A message names the setting, but not what to set instead."""
     advice: str = ""

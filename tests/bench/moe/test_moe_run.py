@@ -25,7 +25,7 @@ def task(model: str, backend: str = "OURS", tokens: tuple[int, ...] = (1,)) -> L
 
 @pytest.mark.usefixtures("fake_child")
 def test_a_child_that_dies_costs_only_its_own_task() -> None:
-    """What it had measured before stays; a death while the layer is prepared costs all of the task."""
+    """Its earlier measurements stay; a death while the layer is prepared costs all of the task."""
     tasks = [task("first"), task("dies"), task("dies first", tokens=(1, 8)), task("other", "TRITON")]
     rows = measure_tasks(tasks, "cpu", ROOFLINE, seconds=30)
     assert [(row["backend"], row["model"], "failed" in row) for row in rows] == [

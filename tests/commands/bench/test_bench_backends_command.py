@@ -96,7 +96,7 @@ def test_routes_out_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("ids", "experts", "message"),
     [
-        ([0, 1, 2, 3], 8, "choose 2 of 8 experts, those of custom 2 of 4"),
+        ([0, 1, 2, 3], 8, "choose 2 of 8 experts, and custom 2 of 4"),
         ([0, -1, -1, 3], 4, "no row without an empty slot"),
     ],
 )

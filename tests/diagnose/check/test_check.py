@@ -1,4 +1,4 @@
-"""Which known failures `check` finds on made-up machines, which it does not, and with which facts."""
+"""Known failures that `check` finds on made-up machines or does not find, and the facts that it gives."""
 
 from typing import Any
 from unittest.mock import Mock
@@ -157,7 +157,7 @@ def test_without_a_gpu_the_confidence_is_half_and_says_so() -> None:
     assert "MD011" not in found(away)
 
 
-def test_the_expert_cache_is_recognised_by_its_file() -> None:
+def test_the_expert_cache_is_recognized_by_its_file() -> None:
     file = "vllm/model_executor/layers/fused_moe/expert_weight_provider.py"
     result = check(sources(VLLM_033, gpu=H200, files=(file,)), probes())
     assert found(result) == {"MD006": "warning"}

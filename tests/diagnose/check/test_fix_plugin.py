@@ -1,4 +1,4 @@
-"""Whether the fixes would be applied: the variable, the plug-in and vLLM's own filter."""
+"""The conditions of a fix that would be applied: the variable, the plug-in and vLLM's own filter."""
 
 from importlib.metadata import EntryPoint
 

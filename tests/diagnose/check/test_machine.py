@@ -1,4 +1,4 @@
-"""Which vLLM releases use mapped host memory and which use copies."""
+"""The vLLM releases that use mapped host memory, and those that use copies."""
 
 import pytest
 

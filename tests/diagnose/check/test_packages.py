@@ -1,4 +1,4 @@
-"""Whether the installed packages fit vLLM's pins, FlashInfer's kernel packages and the CUDA releases."""
+"""The fit of the installed packages with vLLM's pins, FlashInfer's kernel packages and the CUDA releases."""
 
 import importlib.metadata
 from collections.abc import Mapping

@@ -317,8 +317,8 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             {"config_disagrees": "mlp.gate"},
         ),
         "group size of no NVFP4": (in_both_files(group_size=32), {"group_size_tensors": "group_size"}),
-        "excluded and quantised": (add_nvfp4(Q, 64, 64), {"excluded_quantised": Q}),
-        "not excluded, not quantised": (
+        "excluded and quantized": (add_nvfp4(Q, 64, 64), {"excluded_quantised": Q}),
+        "not excluded, not quantized": (
             [quant(ignore=["lm_head"]), no_hf_quant],
             {"unquantised_not_excluded": "self_attn"},
         ),
@@ -393,7 +393,7 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             {"scale_inverted": DOWN, "scale_spread": DOWN},
         ),
         "block scale NaN": (codes(f"{UP}.weight_scale", 0xFF), {"scale_nan": UP}),
-        "quantisation not declared": (
+        "quantization not declared": (
             lambda made: made.config.pop("quantization_config"),
             {"quant_algo_missing": "nvfp4"},
         ),
@@ -445,7 +445,7 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             {"quant_algo_tensors": UP},
         ),
         "an empty list": (in_both_files(quantized_layers={}), {"quant_algo_missing": "quantized_layers"}),
-        "listed, excluded, not quantised": ([to_bf16(Q, 64, 64), exclude(Q)], {"quant_algo_tensors": Q}),
+        "listed, excluded, not quantized": ([to_bf16(Q, 64, 64), exclude(Q)], {"quant_algo_tensors": Q}),
     },
     compressed_groups: {
         "input scales": (without("attn", ".input_scale"), {"input_scale_missing": "self_attn"}),
@@ -632,7 +632,7 @@ def test_sizes_for_some_tp_only_are_a_remark_and_come_last(tmp_path: Path) -> No
     assert result.findings[1].places[0].value == "112 columns in units of 16: not for TP 2, 4, 8 (fits: 1)"
 
 
-def test_a_dense_quantised_layer_is_cut_too(tmp_path: Path) -> None:
+def test_a_dense_quantized_layer_is_cut_too(tmp_path: Path) -> None:
     made, module = modelopt(), "model.layers.0.mlp.shared_expert.down_proj"
     add_nvfp4(module, 64, 96)(made)
     result, found = checked(made, tmp_path)

@@ -62,7 +62,7 @@ def test_a_script_is_read_and_not_run(tmp_path: Path) -> None:
     command = lines.read_script(path)
     flags = "--tensor-parallel-size 2 --enforce-eager --no-enable-prefix-caching --compilation-config"
     assert command.words == ("M", *flags.split(), '{"mode": 0}')
-    assert "max_model_len is no literal" in command.notes[-1]
+    assert "max_model_len is not a literal" in command.notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_script_is_read_and_not_run(tmp_path: Path) -> None:
         (lines.read_compose, "compose.yaml", "[1", r"compose\.yaml:1: not valid YAML"),
         (lines.read_compose, "compose.yaml", "3", "no service runs vLLM"),
         (lines.read_script, "serve.py", "print(1)", "expected such a call"),
-        (lines.read_script, "serve.py", "LLM(model=name)", "the model is no text"),
+        (lines.read_script, "serve.py", "LLM(model=name)", "the model is not a text"),
         (lines.read_script, "serve.py", "LLM(", "as Python"),
     ],
 )

@@ -29,7 +29,7 @@ class Labelled:
 
     @property
     def held_back(self) -> bool:
-        """Whether the text was not looked at while the rules were written."""
+        """True if the text was not looked at while the rules were written."""
         return zlib.crc32(self.name.encode()) % 2 == 1
 
 

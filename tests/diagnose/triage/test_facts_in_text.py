@@ -1,4 +1,4 @@
-"""Which releases a text names, and which failures they exclude."""
+"""The releases that a text names, and the failures that they exclude."""
 
 import pytest
 

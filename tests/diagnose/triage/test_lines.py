@@ -102,7 +102,7 @@ ONE_EACH = tuple({id: (id, text) for id, text in PASTED}.values())
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_line_is_recognised_alone(wrapper: str) -> None:
+def test_a_line_is_recognized_alone(wrapper: str) -> None:
     """All lines alone and where a terminal breaks them; what stands before a line is taken off of any."""
     lines = PASTED if wrapper in ("alone", "80 columns with a prefix") else ONE_EACH
     missed = [(id, text) for id, text in lines if id not in found(WRAPPERS[wrapper](text))]
@@ -144,7 +144,7 @@ def ordinary_log(lines: int, seed: int) -> str:
         pytest.param("80 columns with a prefix", PASTED, id="all wrapped", marks=pytest.mark.slow),
     ],
 )
-def test_a_line_is_recognised_in_an_ordinary_log(wrapper, lines, monkeypatch):
+def test_a_line_is_recognized_in_an_ordinary_log(wrapper, lines, monkeypatch):
     monkeypatch.setattr(log_text, "THOROUGH", 1 << 12)
     before, after = ordinary_log(50, 1), ordinary_log(50, 2)
     assert len(before) > log_text.THOROUGH  # later lines are only looked at near an anchor

@@ -55,7 +55,7 @@ def test_line_numbers_over_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == dict(enumerate(lines, 1))
 
 
-def test_a_passage_holds_the_neighbours_and_knows_the_middle() -> None:
+def test_a_passage_holds_the_neighbors_and_knows_the_middle() -> None:
     middle = passages(b"an illegal\nmemory\naccess\n")[1]
     assert middle.text == "an illegal memory access"
     assert middle.text[middle.start : middle.end] == "memory"

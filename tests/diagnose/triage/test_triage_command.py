@@ -156,8 +156,8 @@ def test_what_is_no_text_is_refused(content: bytes, reason: str, tmp_path: Path)
     assert reason in refusal(str(file))
 
 
-def test_a_log_with_colours_and_a_few_zeros_is_a_text(tmp_path: Path) -> None:
-    file = tmp_path / "colours.log"
+def test_a_log_with_colors_and_a_few_zeros_is_a_text(tmp_path: Path) -> None:
+    file = tmp_path / "colors.log"
     file.write_bytes(b"\x1b[31m" + REPORT.encode() + b"\x00\x00\x1b[0m\n" + b"fine\r\n" * 20)
     assert triage_command([str(file)], "json", None) == 1
 

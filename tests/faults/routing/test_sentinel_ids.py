@@ -149,7 +149,7 @@ def test_a_path_is_measured_with_the_ids_that_the_unit_names(ids, empty, monkeyp
 
 
 @pytest.mark.parametrize(("text", "word"), [("def remap_topk_to_local(): ...", "with"), ("", "before")])
-def test_the_installed_release_is_recognised_by_its_sources(text, word, tmp_path, monkeypatch):
+def test_the_installed_release_is_recognized_by_its_sources(text, word, tmp_path, monkeypatch):
     kernels = tmp_path / "vllm" / "model_executor" / "layers" / "fused_moe" / "experts" / "kernels.py"
     kernels.parent.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('is not to be imported')")

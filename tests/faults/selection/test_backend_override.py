@@ -20,7 +20,7 @@ SEED = {"setting": "VLLM_NVFP4_MOE_BACKEND=MARLIN", "wants": "MARLIN", "activati
 
 
 @pytest.mark.parametrize("release", load_releases())
-def test_in_every_release_the_variable_is_lost_and_the_fix_honours_it(release: str) -> None:
+def test_in_every_release_the_variable_is_lost_and_the_fix_honors_it(release: str) -> None:
     judged = run(FAULT, "faulty", **SEED, release=release)
     assert judged.verdict is CaseVerdict.REPRODUCED
     assert judged.evidence["selected"] == judged.evidence["without"] == "FLASHINFER_CUTLASS"

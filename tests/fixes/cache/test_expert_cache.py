@@ -66,7 +66,7 @@ def test_the_engine_is_resident_if_every_expert_fits() -> None:
     assert cache.mapping.tolist() == cache.resident() == list(range(EXPERTS))
     assert len(list(cache.groups(ids))) == len(list(cache.groups(ids, overlap=True))) == 1
     for call in entries(cache):
-        for wrong, message in (([[0, 10]], "expert 10 of 10"), ([[-5, 1]], "-5 is no expert")):
+        for wrong, message in (([[0, 10]], "expert 10 of 10"), ([[-5, 1]], "-5 is not an expert")):
             with pytest.raises(ValueError, match=f"ids: {message}"):
                 call(torch.tensor(wrong))
     cache.prefetch(ids)
@@ -197,7 +197,7 @@ def test_a_call_from_a_second_thread_is_an_error(monkeypatch: pytest.MonkeyPatch
 def test_ids_out_of_range_are_refused(ids: list[list[int]]) -> None:
     cache = on_host()
     for call in entries(cache):
-        with pytest.raises(ValueError, match=r"ids: (expert 10 of 10|-2 is no expert)"):
+        with pytest.raises(ValueError, match=r"ids: (expert 10 of 10|-2 is not an expert)"):
             call(torch.tensor(ids))
         with pytest.raises(TypeError, match="ids must be an int32 or int64 tensor, got list"):
             call(ids)

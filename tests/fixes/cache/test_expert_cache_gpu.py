@@ -186,7 +186,7 @@ def test_groups_give_what_one_call_gives(tokens: int, capacity: int, engine: str
 
 
 class Broken(Exception):  # noqa: N818  not an error of ours
-    """What a caller raises between two groups."""
+    """Raised by a caller between two groups."""
 
 
 def test_a_capture_that_fails_between_hits_and_misses_leaves_nothing_behind() -> None:
@@ -220,7 +220,7 @@ def test_a_capture_that_fails_between_hits_and_misses_leaves_nothing_behind() ->
 
 @pytest.mark.parametrize("engine", ["device", "host"])
 def test_a_cache_that_is_dropped_under_a_prefetch_keeps_its_memory(engine: str) -> None:
-    """What is allocated next must not be overwritten by copies that are still to come."""
+    """Memory that is allocated next must not be overwritten by copies that are still to come."""
     weights = {"w": torch.full((EXPERTS, 1 << 20), 7, dtype=torch.uint8).pin_memory()}
     cache = ExpertCache(weights, CAPACITY, engine=engine)
     ids = torch.arange(8, dtype=torch.int32, device="cuda").view(2, 4)

@@ -1,4 +1,4 @@
-"""What the tests of the offloader offload."""
+"""The models that the tests of the offloader offload."""
 
 from collections.abc import Callable
 from typing import Any

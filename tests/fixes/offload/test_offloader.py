@@ -123,7 +123,7 @@ def test_code_that_was_compiled_for_another_module_computes_with_the_weights_of_
     torch._dynamo.reset()
 
 
-def test_quantisation_metadata_stays_on_the_device_and_the_report_names_the_rule() -> None:
+def test_quantization_metadata_stays_on_the_device_and_the_report_names_the_rule() -> None:
     model = Model(3)
     report = offloaded(model).report()
     rows = {row.name: row for row in report.placements}
@@ -198,7 +198,7 @@ def snapshot(model: nn.Module) -> list[tuple[str, int, bool]]:
     [
         ({"budget": 0}, r"budget_bytes: must be positive, got 0"),
         ({"patterns": ("layer",)}, r"patterns: no parameter has 'layer' .* the closest are: layers"),
-        ({"layers": [nn.Linear(2, 2)]}, r"layers: Linear is no part of the module"),
+        ({"layers": [nn.Linear(2, 2)]}, r"layers: Linear is not a part of the module"),
         ({"layers": lambda model: [model.layers, model.layers[0]]}, r"layers contains another of the layers"),
         ({"access": "view"}, r"access: a view needs a CUDA device"),
         ({"access": "copies"}, r"access: must be 'copy' or 'view', got 'copies'"),

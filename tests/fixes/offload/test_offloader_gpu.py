@@ -134,7 +134,7 @@ def test_a_module_loaded_on_the_cpu_runs_on_the_gpu(x: torch.Tensor) -> None:
 
 
 class Broken(Exception):  # noqa: N818  not an error of ours
-    """What a layer raises."""
+    """Raised by a layer."""
 
 
 class Fragile(Block):

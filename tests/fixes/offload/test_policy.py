@@ -1,4 +1,4 @@
-"""Which tensors stay on the device, which names a pattern matches, order of layers, and views of weights."""
+"""Tensors that stay on the device, names that a pattern matches, order of layers, and views of weights."""
 
 import pytest
 import torch

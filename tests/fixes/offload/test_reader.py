@@ -47,7 +47,7 @@ _LIBRARY.impl("experts", lambda x, number: EXPERTS[number].computed(x), "CPU")
 torch.library.register_fake("moedoctor_reader::experts", lambda x, number: torch.empty_like(x), lib=_LIBRARY)
 
 
-def normalised(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def normalized(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """RMS norm of the float32 sum, as in vLLM; the sum is rounded only for the next layer. [T, W] each."""
     wide = x.float() + residual.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -61,8 +61,8 @@ class Layer(nn.Module):
         self.experts = Experts(number)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = normalised(x, torch.zeros_like(x) if residual is None else residual)
-        x, residual = normalised(self.attention(x), residual)
+        x, residual = normalized(x, torch.zeros_like(x) if residual is None else residual)
+        x, residual = normalized(self.attention(x), residual)
         return self.experts(x), residual
 
 
@@ -76,7 +76,7 @@ class Model(nn.Module):
         x, residual = self.embed(ids), None
         for layer in self.layers:
             x, residual = layer(x, residual)
-        return normalised(x, residual)[0]
+        return normalized(x, residual)[0]
 
 
 IDS = torch.arange(TOKENS)

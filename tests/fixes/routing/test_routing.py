@@ -25,7 +25,7 @@ def assert_equals_reference(call: Call) -> None:
 @settings(max_examples=100)
 @given(calls())
 def test_agrees_with_the_reference(call: Call) -> None:
-    """Which follows the module's rule: tests/reference/test_routing.py checks it row by row."""
+    """The reference follows the module's rule: tests/reference/test_routing.py checks it row by row."""
     assert_equals_reference(call)
 
 
