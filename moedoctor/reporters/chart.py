@@ -58,12 +58,12 @@ class Chart:
     """With the unit."""
     series: tuple[Series, ...]
     caption: str
-    """What is plotted."""
+    """The quantity that is plotted."""
     log_x: bool = False
     log_y: bool = False
     y_range: tuple[float, float] | None = None
     also: tuple[str, ...] = ()
-    """What else its figures say, for what the report found: a picture has one message as its title."""
+    """More that its figures say, for what the report found: a picture has one message as its title."""
 
     def __post_init__(self) -> None:
         if not self.series:

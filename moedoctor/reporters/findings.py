@@ -1,4 +1,4 @@
-"""What a command found, in one shape: the formats for machines (SARIF, JUnit, GitHub) are made from it."""
+"""Findings of a command, in one shape: the formats for machines (SARIF, JUnit, GitHub) are made from it."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ class Finding:
     level: Level
     title: str
     message: str
-    """What was seen, and what to do."""
+    """The observation, and what to do."""
     file: str
     """A path relative to the working directory, with ``/``."""
     line: int | None = None
     confidence: float | None = None
     """Above 0 and at most 1; None if it was reproduced or read."""
     key: tuple[str, ...] = ()
-    """What the finding is, beside rule and file: the same in every run and if lines move."""
+    """The finding's name, beside rule and file: the same in every run and if lines move."""
     logical: str = ""
-    """What the finding is about if it is no file: the environment, a tensor."""
+    """The finding's subject if it is no file: the environment, a tensor."""
     item: str = ""
-    """What was looked at, as the findings' `passed` name it; empty for the rule."""
+    """The thing that was looked at, as the findings' `passed` name it; empty for the rule."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Ending(TypedDict):
 
     exit_code: int
     reasons: list[str]
-    """Why the exit code is not 0."""
+    """Reasons for an exit code that is not 0."""
 
 
 def to_document(record: Document) -> dict[str, Any]:

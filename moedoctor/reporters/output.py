@@ -1,4 +1,4 @@
-"""Where a report goes: to a file, whole or not at all, or to stdout."""
+"""The place of a report: to a file, whole or not at all, or to stdout."""
 
 from __future__ import annotations
 

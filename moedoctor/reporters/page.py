@@ -149,7 +149,7 @@ class Prose:
 
     markdown: str
     in_answer: bool = False
-    """Whether the answer of the page says it, too: it is for formats without an answer."""
+    """True if the answer of the page says it, too: it is for formats without an answer."""
 
 
 def list_section(title: Text, items: Sequence[Text], level: int = 2) -> list[Block]:
@@ -183,7 +183,7 @@ def walk_blocks(page: Page) -> Iterator[Block]:
 
 _STEP_LABELS = ("next", "do")
 _LOOKED_AT = "Looked at: "
-"""What begins a paragraph about what was read."""
+"""The beginning of a paragraph about what was read."""
 
 
 def report_answer(page: Page, document: Mapping[str, Any], found: Sequence[str]) -> Answer:

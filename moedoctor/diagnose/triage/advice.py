@@ -61,7 +61,7 @@ class Advice:
     clues: Set[str] = frozenset()
     """The names of those that the text has."""
     attempts: Set[str] = frozenset()
-    """What the text says to change nothing, as `list_settings` names it."""
+    """Settings that change nothing, by the text, as `list_settings` names it."""
 
     def fit(self, step: str) -> str:
         """Return a step that names the text's release, GPU and command line, and flags that are too new."""

@@ -1,1 +1,1 @@
-"""What each command has to say, as blocks of `moedoctor.reporters.page`; one file a command."""
+"""The page of each command, as blocks of `moedoctor.reporters.page`; one file a command."""

@@ -20,7 +20,7 @@ _CUDA = (13, 0)
 _MOST_FILES = 30
 _MOST_TARGETS = 12
 _ALWAYS = ("loads", "compiled", "missing")
-"""What the summary counts even if there is none."""
+"""Rows that the summary counts even if there is none."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class OneScheme(Selection):
     notes: tuple[str, ...]
     exit_code: int
     instead_of: str = field(default="", metadata={"sparse": True})
-    """Why the release is another than the one that was asked for or is installed."""
+    """The reason why the release is another than the one that was asked for or is installed."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Bench:
 
     command: ClassVar[str] = "bench"
     origin: Mapping[str, Any] | None = field(default=None, kw_only=True, metadata={"sparse": True})
-    """Where the report comes from, as `moedoctor.origin.Origin`; None in reports of older releases."""
+    """The origin of the report, as `moedoctor.origin.Origin`; None in reports of older releases."""
     environment: Mapping[str, Any]
     scenarios: tuple[()]
     bench: Mapping[str, Any] = field(metadata={"min_length": 1, "max_length": 1})

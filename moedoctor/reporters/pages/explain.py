@@ -49,9 +49,9 @@ class Claim:
     source: str
     outcomes: tuple[Outcome, ...] = ()
     subject: str = ""
-    """What it is about."""
+    """The subject."""
     conditions: str = ""
-    """Where it was said to hold."""
+    """The conditions under which it was said to hold."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class Explained:
     name: str
     title: str
     runs: bool
-    """Whether moedoctor can run it."""
+    """True if moedoctor can run it."""
     where: str = ""
-    """Who is affected, in one line."""
+    """The people affected, in one line."""
     next: str = ""
-    """What to do today, in one line."""
+    """The step to take today, in one line."""
     fixed: str = ""
     """The release that fixes it, or ``no``."""
     record: str = ""
-    """How to record a wrong call; empty if no call shows it."""
+    """A command that records a wrong call; empty if no call shows it."""
     releases: tuple[tuple[str, str], ...] = ()
     """(range of releases, which of them were run)."""
     mechanism: str = ""
@@ -162,7 +162,7 @@ class Row:
     id: str
     name: str
     scenario: bool
-    """Whether moedoctor can run it."""
+    """True if moedoctor can run it."""
     title: str
     affects: str
     """The releases that it strikes."""

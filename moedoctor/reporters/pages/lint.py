@@ -22,7 +22,7 @@ class Evidence:
     what: str
     effect: str
     remark: bool
-    """Whether healthy checkpoints have it, too."""
+    """True if healthy checkpoints have it, too."""
     count: int
     places: tuple[Place, ...]
     """The first ones."""

@@ -64,7 +64,7 @@ _OTHER_COMMANDS = ("moedoctor lint CHECKPOINT", "moedoctor check")
 """The commands that look for a failure without running it; the last looks for every one."""
 _NUMBER = re.compile(r"(?<![A-Za-z])[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
 _REGRESSION = "worse than the baseline: "
-"""What begins the gate's reason for a regression, which the page lists by itself."""
+"""The beginning of the gate's reason for a regression, which the page lists by itself."""
 _NO_CASE = "the scenario has no case for it"
 
 
