@@ -84,7 +84,8 @@ class Memory:
                 yield "too_large"
             elif "repacked" not in says:
                 far = sizes["tried"] - sizes["left"] > sizes["total"] / 4
-                yield "run" if far or "first run" in says else "lower"
+                enough = sizes["left"] > 2 * sizes["tried"] + _SPARE
+                yield "enough" if enough else "run" if far or "first run" in says else "lower"
             if sizes["unused"] > sizes["tried"]:
                 yield "pieces"
 
