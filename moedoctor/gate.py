@@ -36,11 +36,6 @@ class Decision:
     """One line each; empty exactly if the code is 0."""
 
 
-def exit_code(report: Report, *, strict: bool, fail_on: FailOn, others: Collection[str] = ()) -> int:
-    """Return the exit code that `report` means: 0, 1 or 3; see the table above."""
-    return decide(report, strict=strict, fail_on=fail_on, others=others).exit_code
-
-
 def decide(
     report: Report,
     *,
@@ -49,7 +44,7 @@ def decide(
     others: Collection[str] = (),
     baseline: Report | None = None,
 ) -> Decision:
-    """Return the exit code that `report` means, with its reasons.
+    """Return the exit code that `report` means, 0, 1 or 3 by the table above, with its reasons.
 
     `others` are the ids of failures that another project answers for.
     """
@@ -61,7 +56,7 @@ def decide(
     if strict or fail_on == "warning":
         found += _list_skips(report, "--strict" if strict else "--fail-on warning")
     if fail_on == "warning":
-        found += [_give_reason(each) for each in report.scenarios if _is(each, ScenarioVerdict.ABSENT)]
+        found += [_give_reason(each) for each in report.scenarios if each.verdict is ScenarioVerdict.ABSENT]
     if fail_on == "never":
         found = []
     reasons = (*found, *map(_give_reason, ours))
@@ -73,7 +68,9 @@ def _list_failures(report: Report, held: Collection[ScenarioResult]) -> Iterator
     for scenario in report.scenarios:
         affected = [case for case in scenario.cases if case.affected]
         known = scenario in held
-        if _is(scenario, ScenarioVerdict.FAILED) or (_is(scenario, ScenarioVerdict.FOUND) and not known):
+        if scenario.verdict is ScenarioVerdict.FAILED or (
+            scenario.verdict is ScenarioVerdict.FOUND and not known
+        ):
             yield _give_reason(scenario)
         elif affected and not known:
             subjects = ", ".join(dict.fromkeys(case.subject for case in affected))
@@ -88,7 +85,7 @@ def _list_skips(report: Report, option: str) -> Iterator[str]:
         if scenario.unfinished:
             continue
         skipped = [case for case in scenario.cases if case.verdict is CaseVerdict.SKIPPED]
-        if skipped or _is(scenario, ScenarioVerdict.SKIPPED):
+        if skipped or scenario.verdict is ScenarioVerdict.SKIPPED:
             what = f"{len(skipped)} of {len(scenario.cases)} cases were skipped" if skipped else "skipped"
             why = next((case.reason for case in skipped if case.reason), scenario.reason)
             yield f"{option}: {scenario.id} {scenario.name}: {what}" + (f": {why}" if why else "")
@@ -97,10 +94,6 @@ def _list_skips(report: Report, option: str) -> Iterator[str]:
 def _give_reason(scenario: ScenarioResult) -> str:
     why = scenario.reason or f"the verdict is {scenario.verdict.value}"
     return f"{scenario.id} {scenario.name}: {why}"
-
-
-def _is(scenario: ScenarioResult, verdict: ScenarioVerdict) -> bool:
-    return scenario.verdict is verdict
 
 
 def _is_the_machines(scenario: ScenarioResult) -> bool:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_samples import case, report, reports, scenario
 
-from moedoctor.gate import FailOn, decide, exit_code
+from moedoctor.gate import FailOn, decide
 from moedoctor.results import CaseResult, CaseVerdict, Report, ScenarioVerdict
 
 REPRODUCED = CaseVerdict.REPRODUCED
@@ -46,13 +46,13 @@ TABLE = [
 
 @pytest.mark.parametrize(("record", "codes"), TABLE)
 def test_exit_codes(record: Report, codes: tuple[int, int, int, int]) -> None:
-    settings: list[tuple[bool, FailOn]] = [
+    gates: list[tuple[bool, FailOn]] = [
         (False, "error"),
         (True, "error"),
         (False, "warning"),
         (True, "never"),
     ]
-    assert tuple(exit_code(record, strict=strict, fail_on=fail_on) for strict, fail_on in settings) == codes
+    assert tuple(decide(record, strict=strict, fail_on=level).exit_code for strict, level in gates) == codes
 
 
 def test_what_the_baseline_holds_of_a_named_release_gives_no_exit_code() -> None:
@@ -81,7 +81,7 @@ def test_every_other_exit_code_than_0_has_reasons(record: Report, strict: bool, 
 @settings(max_examples=25)
 @given(reports, st.booleans())
 def test_a_stricter_gate_never_lets_more_through(record: Report, strict: bool) -> None:
-    codes = [exit_code(record, strict=strict, fail_on=level) for level in ("never", "error", "warning")]
+    codes = [decide(record, strict=strict, fail_on=each).exit_code for each in ("never", "error", "warning")]
     assert set(codes) <= {0, 1, 3}
     assert codes[0] != 1
     for lenient, hard in itertools.pairwise(codes):

@@ -329,7 +329,7 @@ def _describe(
     }
     if failed is not None:
         return EngineRow(**facts, failed=failed)
-    to_base = _compare(results, bases, "answers")
+    to_base, kv_tokens = _compare(results, bases, "answers"), first.log.kv_cache_tokens
     facts |= {
         "experts": ", ".join(f"{name} × {count}" for name, count in first.probe["experts"].items()),
         "wrong": to_base.problem,
@@ -339,7 +339,7 @@ def _describe(
         "host_bytes": first.host_bytes,
         "host_peak_bytes": first.host_peak,
         "host_growth_bytes": first.probe.get("host_growth"),
-        "kv_cache_tokens": _count_kv_cache_tokens(first),
+        "kv_cache_tokens": None if kv_tokens is None else int(kv_tokens.replace(",", "")),
         "load_s": round(statistics.median(result.seconds.get("load", 0.0) for result in results), 1),
     }
     if bases and first is not bases[0]:
@@ -370,11 +370,6 @@ def _compare(results: Sequence[EngineResult], others: Sequence[EngineResult], ke
         for other in [*(other for other in others if other is not result)] or others
     ]
     return min(pairs, key=lambda pair: (pair.problem is None, pair.same))
-
-
-def _count_kv_cache_tokens(result: EngineResult) -> int | None:
-    text = result.log.kv_cache_tokens
-    return None if text is None else int(text.replace(",", ""))
 
 
 def _count_kv_cache_bytes(result: EngineResult) -> float:

@@ -101,12 +101,7 @@ def time_graph(
 
 
 def compare_times(
-    calls: Mapping[str, Call | Sequence[Call]],
-    *,
-    baseline: str,
-    launches: int = 100,
-    replays: int = 30,
-    warmup_seconds: float = 0.05,
+    calls: Mapping[str, Call | Sequence[Call]], *, baseline: str, launches: int = 100, replays: int = 30
 ) -> Comparison:
     """Time several callables in turn, in `replays` rounds, so that clocks and neighbors affect all alike.
 
@@ -116,7 +111,7 @@ def compare_times(
     if baseline not in calls:
         raise KeyError(f"baseline must be one of {', '.join(calls)}, got {baseline!r}")
     graphs = {name: CallGraph(rotation, launches) for name, rotation in calls.items()}
-    _run_until_warm(list(graphs.values()), warmup_seconds)
+    _run_until_warm(list(graphs.values()))
     return compare_rounds(graphs, baseline=baseline, rounds=replays)
 
 
@@ -261,14 +256,14 @@ def time_eager(call: Callable[[], object], *, check: Check = lambda output: None
 
 
 def time_wall(
-    call: Callable[[], object], *, seconds: float = 0.5, least: int = 3, check: Check = lambda output: None
+    call: Callable[[], object], *, seconds: float = 0.5, check: Check = lambda output: None
 ) -> Spread:
     """Return microseconds a call on a CPU."""
     call()
     samples: list[float] = []
     output: object = None
     until = time.perf_counter() + seconds
-    while len(samples) < least or time.perf_counter() < until:
+    while len(samples) < 3 or time.perf_counter() < until:
         start = time.perf_counter()
         output = call()
         samples.append((time.perf_counter() - start) * 1e6)
@@ -322,7 +317,7 @@ class CallGraph:
         return self._output
 
 
-def _run_until_warm(measures: Sequence[Callable[[], float]], seconds: float) -> None:
+def _run_until_warm(measures: Sequence[Callable[[], float]], seconds: float = 0.05) -> None:
     """Replay until the clocks are up."""
     until = time.perf_counter() + seconds
     while True:

@@ -94,14 +94,14 @@ def backends(
     code 1 if a setting does not take effect, no backend is selected, or --backend would not work.
     """
     from moedoctor import environment
-    from moedoctor.diagnose.settings.flags import MOE_BACKEND, read_parallelism, split_command
-    from moedoctor.diagnose.settings.scheme import Found, find_scheme
-    from moedoctor.diagnose.settings.settings import (
-        check_settings,
-        correct_flags,
-        correct_variables,
+    from moedoctor.diagnose.settings.flags import (
+        MOE_BACKEND,
         find_moe_backend,
+        read_parallelism,
+        split_command,
     )
+    from moedoctor.diagnose.settings.scheme import Found, find_scheme
+    from moedoctor.diagnose.settings.settings import check_settings, correct_flags, correct_variables
     from moedoctor.diagnose.settings.tables import load_vllm_variables
     from moedoctor.diagnose.settings.unconsidered import find_unconsidered
     from moedoctor.fixes.arch.flashinfer import list_releases as list_flashinfer_releases
@@ -118,7 +118,7 @@ def backends(
     notes: tuple[str, ...] = ()
     if asked_for is None and not facts.get("vllm"):
         notes, instead_of = (instead_of,), ""
-    here = _strip_local(facts.get("vllm") or "") == release
+    here = (facts.get("vllm") or "").partition("+")[0] == release
     line = split_command(command or ())
     line_ep, line_dp = read_parallelism(line.command, release)
     # Variables of the command line replace those of the environment.
@@ -389,14 +389,9 @@ def _release(asked_for: str | None, installed: str | None) -> tuple[str, str]:
         return choose_release(asked_for)
     if installed is None:
         return known[-1], f"vllm is not installed here: answered for {known[-1]}, the newest in the tables"
-    nearest = find_base(_strip_local(installed)) or known[0]
-    same = nearest == _strip_local(installed)
-    return nearest, "" if same else f"vllm {installed} is not in the tables: answered for {nearest}"
-
-
-def _strip_local(version: str) -> str:
-    """Return a version without a local part such as ``+cu130``; a development version stays as it is."""
-    return version.partition("+")[0]
+    own = installed.partition("+")[0]  # a development version stays as it is
+    nearest = find_base(own) or known[0]
+    return nearest, "" if nearest == own else f"vllm {installed} is not in the tables: answered for {nearest}"
 
 
 def find_libraries(release: str, environ: Mapping[str, str]) -> dict[str, bool]:

@@ -222,12 +222,11 @@ def _name_new_folder(command: str) -> Path:
 def _take_folder(folder: Path, collected: Collector) -> None:
     from moedoctor.fleet.store import StoreError, read_folder
 
-    count = 0
     with convert_errors(StoreError):
-        for row in read_folder(folder):
-            collected.add(row)
-            count += 1
-    if not count:
+        rows = list(read_folder(folder))
+    for row in rows:
+        collected.add(row)
+    if not rows:
         raise InputError(f"--from-reports {folder}: holds no JSON file; expected one a node")
 
 

@@ -121,7 +121,7 @@ def preflight(
     starts = [start, *_list_sizes(start, sizes)]
     answers: list[StartAnswer] = []
     with convert_errors(ModelError), open_model(*start.source) as model, interrupts.hold_signals():
-        folders = [each.use_model(str(model.folder)) for each in starts]
+        folders = [replace(each, words=(str(model.folder), *each.words[1:])) for each in starts]
         for place, release in enumerate(asked):
             print_message(f"asking vLLM {release.name}, which takes seconds")
             replies = ask.ask_release(release, folders[: None if place == 0 else 1], question, model.headers)

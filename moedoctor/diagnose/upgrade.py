@@ -12,9 +12,9 @@ from moedoctor.diagnose.check.check import check
 from moedoctor.diagnose.check.records import Finding
 from moedoctor.diagnose.check.target import add_gpu, describe_release
 from moedoctor.diagnose.ignores import SEVERITIES
-from moedoctor.diagnose.settings.flags import read_flags, read_parallelism, split_command
+from moedoctor.diagnose.settings.flags import find_moe_backend, read_flags, read_parallelism, split_command
 from moedoctor.diagnose.settings.scheme import find_scheme
-from moedoctor.diagnose.settings.settings import check_settings, find_moe_backend
+from moedoctor.diagnose.settings.settings import check_settings
 from moedoctor.diagnose.settings.tables import (
     list_new_defaults,
     load_vllm_flags,

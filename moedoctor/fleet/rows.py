@@ -163,13 +163,8 @@ def _mask(value: Any, key: str, host: str) -> Any:
 
 @functools.lru_cache(maxsize=65_536)
 def _mask_text(key: str, text: str) -> str:
-    redactor = _make_redactor()
+    redactor = Redactor.from_this_process()
     return str(redactor.record({key: text}).popitem()[1]) if key else redactor.mask(text)
-
-
-@functools.cache
-def _make_redactor() -> Redactor:
-    return Redactor.from_this_process()
 
 
 def _parse_object(text: Any) -> dict[str, Any]:

@@ -118,11 +118,6 @@ def choose_unit(values: Collection[float], units: Sequence[Unit] = TIMES) -> Uni
     return next((unit for unit in units if middle >= unit[1]), units[-1])
 
 
-def format_duration(seconds: float) -> str:
-    """Return ``45 s`` or ``12 min``."""
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-
-
 def count_of(number: int, noun: str) -> str:
     """Return ``1 file`` or ``2 files``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

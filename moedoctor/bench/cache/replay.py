@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -137,12 +138,8 @@ def choose_capacities(trace: RoutingTrace) -> list[int]:
 def _count_most_used(calls: Iterable[Call], mass: float) -> int:
     """Return the number of experts, the most used first, that take `mass` of the accesses."""
     counts = Counter(expert for call in calls for expert in call)
-    goal, taken = mass * sum(counts.values()), 0
-    for index, (_, count) in enumerate(counts.most_common(), 1):
-        taken += count
-        if taken >= goal:
-            return index
-    return len(counts)
+    taken = list(itertools.accumulate(count for _, count in counts.most_common()))
+    return min(bisect_left(taken, mass * sum(counts.values())) + 1, len(counts))
 
 
 def _replay_layers(

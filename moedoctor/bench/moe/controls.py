@@ -6,7 +6,7 @@ output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -70,11 +70,6 @@ def list_wrong_problems(problem: Problem, *, weights: bool = True) -> Iterator[t
             yield control.name, replace(problem, layer=layer)
         elif control.on_routes is not None:
             yield control.name, control.on_routes(problem)
-
-
-def make_wrong_outputs(output: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    """Return control name -> the output with that fault."""
-    return {each.name: each.on_output(output) for each in list_controls() if each.on_output is not None}
 
 
 def _is_gated(layer: Layer) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moedoctor.bench.moe.controls import list_wrong_problems, make_wrong_outputs
+from moedoctor.bench.moe.controls import list_controls, list_wrong_problems
 from moedoctor.bench.moe.own_backends import Reference
 from moedoctor.reference.agreement import Agreement, agree, choose_bounds
 from moedoctor.reference.moe_backend import Backend, Prepared
@@ -83,8 +83,9 @@ def check_parity(
     for name, wrong in list_wrong_problems(problem, weights=weights):
         own = prepared if wrong.layer is problem.layer else sound.prepare(wrong.layer)
         reasons[name] = agree(call(own, wrong), expected, bounds).reason
-    for name, output in make_wrong_outputs(right_output).items():
-        reasons[name] = agree(output, expected, bounds).reason
+    for control in list_controls():
+        if control.on_output is not None:
+            reasons[control.name] = agree(control.on_output(right_output), expected, bounds).reason
     return ParityResult(
         worst,
         all(torch.equal(outputs[0], output) for output in outputs[1:]),

@@ -55,14 +55,15 @@ def measure_tasks(
     packages: dict[bool, list[LayerTask]] = {}
     for task in tasks:
         packages.setdefault(task.variant.name in ("OURS", "REFERENCE"), []).append(task)
-    total = sum(len(task.tokens) for task in tasks)
+    later = total = sum(len(task.tokens) for task in tasks)
     for rest in packages.values():
         left = seconds
+        later -= sum(len(task.tokens) for task in rest)
         while rest:
             if left <= 0:
                 rows += [_make_failed_row(task, f"not measured within {seconds:g} s") for task in rest]
                 break
-            watch = _make_watch(rest, packages, total, progress)
+            watch = _make_watch(rest, later, total, progress)
             request = {"device": device, "roofline": roofline, "tasks": [asdict(task) for task in rest]}
             with interrupts.hold_signals():
                 try:
@@ -78,19 +79,14 @@ def measure_tasks(
 
 
 def _make_watch(
-    rest: Sequence[LayerTask],
-    packages: Mapping[bool, Sequence[LayerTask]],
-    total: int,
-    progress: Callable[[int, int, str], None],
+    rest: Sequence[LayerTask], later: int, total: int, progress: Callable[[int, int, str], None]
 ) -> Callable[[Any], None]:
-    """Return what takes the events of a child that measures `rest`, and shows how far all packages are."""
+    """Return what takes the events of a child that measures `rest`, and shows how far all packages are.
+
+    `later` is the number of points of the packages that come after it.
+    """
     sizes = [len(task.tokens) for task in rest]
-    ours = rest[0].variant.name in ("OURS", "REFERENCE")
-    later = [
-        tasks for key, tasks in packages.items() if list(packages).index(key) > list(packages).index(ours)
-    ]
-    before = total - sum(sizes) - sum(len(task.tokens) for tasks in later for task in tasks)
-    at = 0
+    before, at = total - later - sum(sizes), 0
 
     def watch(event: Any) -> None:
         nonlocal at

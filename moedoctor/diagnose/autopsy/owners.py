@@ -24,6 +24,7 @@ _SHIP_KERNELS = {
     "deep-gemm": "DeepGEMM",
 }
 """The owner by distribution, of those that ship libraries with kernels."""
+_RULES: list[dict[str, Any]] = load_yaml("moedoctor.diagnose.autopsy", "owners.yaml")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Owner:
 def find_owner(symbol: str, source: str | None) -> Owner | None:
     """Return whose kernel a symbol is; None if no rule fits and not exactly one installed package has it."""
     texts = {"name": demangle(symbol), "symbol": symbol[:_LONGEST], "source": (source or "")[:_LONGEST]}
-    for rule in _load_rules():
+    for rule in _RULES:
         if all(re.search(rule[key], text) for key, text in texts.items() if key in rule):
             release = _find_release(rule["package"])
             return Owner(rule["owner"], rule["what"], release, rule.get("moe", False), rule.get("mended"))
@@ -74,12 +75,6 @@ def demangle(symbol: str) -> str:
         rest = rest[begin + size :]
     names = ["(anonymous)" if part.startswith("_GLOBAL__N_") else part for part in parts]
     return "::".join(names) or inner
-
-
-@cache
-def _load_rules() -> list[dict[str, Any]]:
-    rules: list[dict[str, Any]] = load_yaml("moedoctor.diagnose.autopsy", "owners.yaml")
-    return rules
 
 
 @cache

@@ -115,7 +115,7 @@ def ask_python(path: Path) -> Target:
     return Target(
         str(path),
         replace(Sources(), package_version=_make_lookup(packages), package_folder=folders.get),
-        _limit_probes(Probes(), f"{asked_for}: torch is not imported there", requires, plugins),
+        _limit_probes(f"{asked_for}: torch is not imported there", requires, plugins),
         {"python": str(answer["python"])},
         not_looked_at=(f"vLLM's and FlashInfer's own reports: {asked_for}",),
     )
@@ -198,7 +198,7 @@ def _describe(name: str, only: str, packages: Mapping[str, str], cuda: str | Non
         name,
         replace(Sources(), package_version=_make_lookup(packages), package_folder=lambda package: None),
         replace(
-            _limit_probes(Probes(), only, {}, plugins=None),
+            _limit_probes(only, {}, plugins=None),
             nvcc=lambda environ: None,
             jit_cache=lambda environ: JitCache("", ()),
         ),
@@ -226,14 +226,13 @@ def put_on_wsl(target: Target) -> Target:
 
 
 def _limit_probes(
-    probes: Probes, why: str, requires: Mapping[str, Iterable[str]], plugins: Sequence[tuple[str, str]] | None
+    why: str, requires: Mapping[str, Iterable[str]], plugins: Sequence[tuple[str, str]] | None
 ) -> Probes:
     """Return the probes without those that import packages; `why` says so.
 
     `plugins`: those of the environment; None for those of this Python.
     """
-    return replace(
-        probes,
+    return Probes(
         pinning=lambda: make_untried(why),
         vllm=None,
         flashinfer=None,

@@ -107,10 +107,6 @@ def find_compilers(environ: Mapping[str, str] | None = None) -> tuple[Tool, ...]
     return find_tools(["ptxas"], environ) or find_tools(["nvcc"], environ)
 
 
-def find_compiler(cuda: tuple[int, int], compilers: Sequence[Tool]) -> Tool | None:
-    return next((compiler for compiler in compilers if compiler.cuda == cuda), None)
-
-
 def try_instruction(compiler: Tool, target: Target, instruction: Instruction | None) -> Attempt:
     """Compile `instruction` for `target`; with None an empty kernel, which shows whether the target is known.
 

@@ -48,11 +48,7 @@ def make_adapter_flags(adapter: Path) -> tuple[str, ...]:
 
 
 def ask_load(
-    checked: Lint,
-    release: Release,
-    capability: tuple[int, int],
-    seconds: float = 600.0,
-    flags: tuple[str, ...] = (),
+    checked: Lint, release: Release, capability: tuple[int, int], *, flags: tuple[str, ...] = ()
 ) -> None:
     """Add what the release does with the checkpoint while it builds and loads the model, with more flags.
 
@@ -63,7 +59,7 @@ def ask_load(
         checked.not_asked = "a file is truncated"
         return
     folder = checkpoint.folder.resolve()
-    question = Question(capability, _MEMORY, _GPUS, seconds=seconds)
+    question = Question(capability, _MEMORY, _GPUS)
     (answer,) = ask_release(
         release, [ServeCommand((str(folder), *flags), {})], question, read_headers(folder)
     )

@@ -45,10 +45,6 @@ class ServeCommand:
         pairs = pairwise([word for each in self.words for word in each.split("=", 1)])
         return self.model, next((value for flag, value in pairs if flag == "--revision"), "main")
 
-    def use_model(self, model: str) -> ServeCommand:
-        """Return the same start of another model."""
-        return replace(self, words=(model, *self.words[1:]))
-
     def use_sizes(self, tensor_parallel: int, expert_parallel: bool) -> ServeCommand:
         kept = list(
             _drop_flags(self.words, {"--tensor-parallel-size", "-tp"}, {"--enable-expert-parallel", "-ep"})

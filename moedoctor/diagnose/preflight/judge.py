@@ -166,7 +166,8 @@ def _find_errors(
     where = {"rank": rank, "tensor": tensor, "source": "".join(error["at"][-1:])}
     if is_refusal(error, environment):
         text += f"; {unread}" if unread and "not initialized" in error["message"] else ""
-        known = find_known(f"{text}\nMoE, quantization {quantization}\n{where['source']}")
+        log = f"{text}\nMoE, quantization {quantization}\n{where['source']}"
+        known = next((finding.id for finding in triage(io.BytesIO(log.encode())).findings), "")
         if error["stage"] == "adapters" and "expert" in error["message"]:  # its end is cut off
             known = "MD029"
         yield _make("refused", text, _advise(error), **where, id=known)
@@ -180,11 +181,6 @@ def _find_errors(
         if error["cause"] == _LEFT_OUT:
             step = f"Give {TRUST} to preflight, too: it runs the checkpoint's own code here."
         yield _make("cannot-say", f"{STAGES.get(error['stage'], error['stage'])}: {text}", step, **where)
-
-
-def find_known(text: str) -> str:
-    """Return the id of the known failure that `triage` finds in a refusal; empty if there is none."""
-    return next((finding.id for finding in triage(io.BytesIO(text.encode())).findings), "")
 
 
 def clean_message(message: str) -> str:

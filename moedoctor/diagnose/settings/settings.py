@@ -33,15 +33,6 @@ from moedoctor.fixes.backends import requests as backend_requests
 from moedoctor.text import find_closest
 from moedoctor.upstream.releases.questions import ENVS
 
-__all__ = [
-    "SettingFinding",
-    "check_flashinfer",
-    "check_settings",
-    "correct_flags",
-    "correct_variables",
-    "find_moe_backend",
-]
-
 _KUBERNETES = re.compile(r"VLLM(_\w+)?_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
 """Variables that Kubernetes sets in every pod for a service whose name begins with vllm."""
 _ABSENT = frozenset(("unknown", "misspelt", "wrong_case", "removed", "not_yet"))

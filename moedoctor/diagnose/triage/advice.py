@@ -18,6 +18,7 @@ from moedoctor.diagnose.settings.tables import (
     load_vllm_flags,
     load_vllm_values,
 )
+from moedoctor.diagnose.triage.alike import find_alike
 from moedoctor.diagnose.triage.cause import Cause, list_steps, load_lines
 from moedoctor.diagnose.triage.facts_in_text import OLDEST, Facts, read_boundary, show
 from moedoctor.diagnose.triage.settings_in_text import Settings, list_settings
@@ -40,6 +41,7 @@ NO_HELP = " did not help"
 NO_OLDER = " is no older than that"
 """The end of a step that names a release which the text has, or a later one."""
 _CLUE = 20
+_SAME = "reports such an error"
 """Characters of a pattern that make a row of a thread as particular as one more clue does."""
 _NO_SIZES = "no figures: "
 """The start of a line of a step that sizes in the text replace."""
@@ -311,32 +313,34 @@ class Advice:
                     lower = value.lower() if value.lower() in chosen else value
                     yield from self._tell_span(flag, lower, [*listed, *(f"{flag} {each}" for each in chosen)])
 
+    def name_alike(self, words: str, kind: str, steps: Sequence[str]) -> Iterator[str]:
+        """Yield what the thread says that an error of class `kind` is most like, if `steps` name none."""
+        row = None if any(_SAME in step for step in steps) else find_alike(words, kind, self._threads)
+        if row:
+            yield self.fit(_quote_thread(row, "looks alike, compare them first"))
+
     def _name_threads(self, words: str, body: str) -> Iterator[str]:
         """Yield what threads upstream say of the same error, where the text's release may have it.
 
         Rows that ask for more come first. Those that put words together look for them in `words` alone.
         """
-        data, used = load_data("threads.yaml"), max(self.facts.vllm, default=None)
         fits = []
-        for row in data["threads"]:
-            since, fixed = (read_boundary(row[key]) if key in row else None for key in ("since", "fixed"))
-            outside = used and ((since and used < since) or (fixed and used >= fixed))
+        for row in self._threads:
             asked = {*row.get("needs", "").split("+")} - {""}
             patterns = row["all"] if "mends" in row else [row["match"]]
             text = words if patterns[0].startswith(r"\A") else f"{words}\n{body}"
-            if not outside and self.clues >= asked and all(re.search(p, text, re.I) for p in patterns):
+            if self.clues >= asked and all(re.search(pattern, text, re.I) for pattern in patterns):
                 fits.append(("mends" in row, -_CLUE * len(asked) - len("".join(patterns)), row))
         best: dict[str, Any] = {}
         for *_, row in sorted(fits, key=itemgetter(0, 1)):
             best.setdefault(row["thread"], row)
-        for row in [*best.values()][:_MOST_THREADS]:
-            project, number = row["thread"].split("#")
-            link = f"https://github.com/{data['projects'][project]}/issues/{number}"
-            if "mends" in row:
-                yield f"vLLM {row['fixed']} mends {row['mends']} ({link}): take it if yours is older"
-            else:
-                mended = f"vLLM {row['fixed']} fixes it; " if "fixed" in row else ""
-                yield f"{link} reports such an error: {mended}{row['try']}"
+        yield from (_quote_thread(row, _SAME) for row in [*best.values()][:_MOST_THREADS])
+
+    @cached_property
+    def _threads(self) -> list[Any]:
+        """The rows of `threads.yaml` that the text's release may be about."""
+        used = max(self.facts.vllm, default=None)
+        return [row for row in load_data("threads.yaml")["threads"] if used is None or _is_about(row, used)]
 
     def _tell_span(self, flag: str, value: str, known: Iterable[str]) -> Iterator[str]:
         releases, name = [*load_releases()], f"{flag} {value}".rstrip()
@@ -426,3 +430,17 @@ class Advice:
         for finding in kept[:_MOST_SETTINGS]:
             instead = f"; instead: {finding.instead}" if finding.instead else ""
             yield f"{finding.setting}: {finding.message}{instead}"
+
+
+def _is_about(row: Any, used: Any) -> bool:
+    since, fixed = (read_boundary(row[key]) if key in row else None for key in ("since", "fixed"))
+    return not ((since and used < since) or (fixed and used >= fixed))
+
+
+def _quote_thread(row: Any, says: str) -> str:
+    project, number = row["thread"].split("#")
+    link = f"https://github.com/{load_data('threads.yaml')['projects'][project]}/issues/{number}"
+    if "mends" in row and says == _SAME:
+        return f"vLLM {row['fixed']} mends {row['mends']} ({link}): take it if yours is older"
+    mended = f"vLLM {row['fixed']} fixes it; " if "fixed" in row else ""
+    return f"{link} {says}: {mended}{row.get('try') or row['mends']}"

@@ -224,8 +224,8 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
             replace(each, next_step="\n".join((each.next_step, *steps))) if each.line == error.line else each
             for each in findings
         )
-        if error.next_step:
-            steps += advice.list_steps(error)
+        own = [*advice.list_steps(error)] if error.next_step else []
+        steps += [*own[:1], *advice.name_alike(f"{words}\n{more}", error.kind, steps), *own[1:]]
         steps.sort(key=lambda step: step.endswith((NO_HELP, NO_OLDER)))
         error = replace(error, next_step="\n".join(dict.fromkeys(steps)))
     elif not (findings or notes.keys() & {"vllm_log", "solved_told"}):
@@ -250,6 +250,7 @@ def _answer_question(errors: Errors, advice: Advice, words: str, body: str) -> C
     row = load_data("causes.yaml")["classes"]["question"]
     asked = Cause(line, text[:_LONG], "question", f"{row['name']}: {row['says']}", "", "", "")
     steps = [*advice.list_facts(asked, words, body)]
+    steps += advice.name_alike(f"{words}\n{body}", "question", steps)
     if load_lines()["asks"].search(text[:_LONG]):
         steps += filter(None, advice.list_steps(asked))
     return replace(asked, next_step="\n".join(steps)) if steps else None

@@ -124,7 +124,7 @@ def _find_local(share: Share, ids: torch.Tensor) -> torch.Tensor:
     return (own >= 0) & (own < share.experts)
 
 
-def _compute_output(token: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+def compute_output(token: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
     """The output of expert `expert` for token `token`: a whole number from 1 to 13."""
     return ((token * 7 + expert * 3) % 13 + 1).float()
 
@@ -132,7 +132,7 @@ def _compute_output(token: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
 def _compute_sums(share: Share, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """bf16 [T, H]: each token's sum over this rank's experts."""
     token = torch.arange(ids.shape[0], device=ids.device)[:, None]  # [T, 1]
-    products = weights.float() * _compute_output(token, ids)  # [T, K]
+    products = weights.float() * compute_output(token, ids)  # [T, K]
     values = torch.where(_find_local(share, ids), products, 0.0)  # [T, K]
     return values.sum(1, keepdim=True).expand(-1, HIDDEN).bfloat16()
 
@@ -146,7 +146,7 @@ def _make_expert_rows(ids: torch.Tensor, maps: RoutingMaps) -> tuple[torch.Tenso
     used = int(maps.first_offset[-1])
     source = maps.row_of_permuted[:used].long()  # [used]: k * T + t
     token, place = source % tokens, source // tokens  # [used] each
-    rows[:used] = _compute_output(token, ids[token, place].long())[:, None].bfloat16()
+    rows[:used] = compute_output(token, ids[token, place].long())[:, None].bfloat16()
     return buffer, rows
 
 

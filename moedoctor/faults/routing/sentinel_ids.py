@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -52,15 +52,11 @@ IDS = (NO_SENTINEL, "padding rows of -1", "one slot of -1 a row")
 Row = Mapping[str, Any]
 
 
-def list_units(paths: Sequence[str]) -> tuple[str, ...]:
-    """Return a process for each path and kind of ids, so that a death loses no other figure."""
-    return tuple(f"{path}, {ids}" for path in paths for ids in IDS)
-
-
 @claim(
     "upstream_paths",
     measure=f"{_LAB}:measure_path",
-    units=lambda subjects: list_units(UPSTREAM),
+    # A process for each path and kind of ids, so that a death loses no other figure.
+    units=lambda subjects: tuple(f"{path}, {ids}" for path in UPSTREAM for ids in IDS),
     needs_gpu=True,
     thresholds=("max_rows",),
 )

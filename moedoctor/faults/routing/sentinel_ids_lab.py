@@ -16,6 +16,7 @@ import torch
 
 from moedoctor.bench.moe import backends as registry
 from moedoctor.bench.moe.parity import poison
+from moedoctor.faults.routing.duplicate_ids_lab import compute_output
 from moedoctor.faults.routing.sentinel_ids import IDS, SentinelIdsParameters
 from moedoctor.fixes.expert_ids import find_local_ids, replace_sentinels
 from moedoctor.models.layer_shape import LayerShape
@@ -111,15 +112,10 @@ FIXED: dict[str, Callable[[Batch], Used]] = {
 }
 
 
-def _compute_output(token: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
-    """The output of expert `expert` for token `token`: a whole number from 1 to 13."""
-    return ((token * 7 + expert * 3) % 13 + 1).float()
-
-
 def _sum_weighted(batch: Batch, local: torch.Tensor) -> torch.Tensor:
     """float32 [T]: the sum over pairs whose `local` id [T, K] is not negative."""
     token = torch.arange(local.shape[0])[:, None]  # [T, 1]
-    return torch.where(local >= 0, _compute_output(token, local) * batch.weights, 0.0).sum(1)
+    return torch.where(local >= 0, compute_output(token, local) * batch.weights, 0.0).sum(1)
 
 
 def _sort_rows(batch: Batch, *, fill: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,7 +124,7 @@ def _sort_rows(batch: Batch, *, fill: int) -> tuple[torch.Tensor, torch.Tensor]:
     order = used[batch.ids[used[:, 0], used[:, 1]].argsort(stable=True)]  # [N, 2], by expert
     token, place = order.unbind(1)  # [N] each
     rows = torch.full((batch.ids.numel(),), _STALE)  # [T * K]
-    rows[: len(order)] = _compute_output(token, batch.ids[token, place])
+    rows[: len(order)] = compute_output(token, batch.ids[token, place])
     row_of_pair = torch.full(batch.ids.shape, fill)  # [T, K]
     row_of_pair[token, place] = torch.arange(len(order))
     return rows, row_of_pair

@@ -14,7 +14,6 @@ from typing import Any
 
 from moedoctor.diagnose.cuda.instructions import (
     Instruction,
-    find_compiler,
     find_compilers,
     list_needed,
     summarize,
@@ -71,7 +70,7 @@ def fixed(capability: Capability, cuda: CudaVersion, arch_list: str | None) -> A
 def observe(parameters: ArchSuffixParameters, resolve: Resolver) -> Evidence:
     """Ask `resolve` for its targets and try each of them."""
     gpu, cuda = parse_capability(parameters.capability), parse_cuda(parameters.cuda)
-    compiler = _Compiler(cuda, find_compiler(cuda, find_compilers()))
+    compiler = _Compiler(cuda, next((tool for tool in find_compilers() if tool.cuda == cuda), None))
     reading = resolve(capability=gpu, cuda=cuda, arch_list=parameters.arch_list)
     return {
         "targets": list(reading.targets),

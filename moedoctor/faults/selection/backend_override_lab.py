@@ -7,7 +7,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from moedoctor.diagnose.settings.settings import check_settings, find_moe_backend
+from moedoctor.diagnose.settings.flags import find_moe_backend
+from moedoctor.diagnose.settings.settings import check_settings
 from moedoctor.diagnose.settings.tables import load_vllm_variables
 from moedoctor.faults.selection.backend_override import NEMOTRON, BackendOverrideParameters
 from moedoctor.fixes import backends

@@ -34,7 +34,6 @@ from moedoctor.reporters.pages.replay import replay_page
 from moedoctor.reporters.text import (
     count_of,
     explain_case,
-    format_duration,
     format_evidence,
     format_parameters,
     list_figures,
@@ -277,7 +276,8 @@ def _show_unfinished(left: Sequence[ScenarioResult]) -> Iterator[Block]:
         rows = []
         for scenario, part in sorted(parts, key=lambda pair: pair[1].seconds):
             cases = ", ".join(f"{number} {name}" for name, number in part.cases.items()) or "0"
-            time = f"{'about' if part.measured else 'at most'} {format_duration(part.seconds)}"
+            time = f"{part.seconds:.0f} s" if part.seconds < 100 else f"{part.seconds / 60:.0f} min"
+            time = f"{'about' if part.measured else 'at most'} {time}"
             rows.append((f"{scenario.id} {scenario.name}", cases, str(part.claims), time))
         yield Table(("failure", "cases", "claims", "would take"), rows, "llrl")
         yield Paragraph(
@@ -461,7 +461,7 @@ class CrashNote:
 
 def crash_notes(cases: Iterable[CaseResult]) -> tuple[CrashNote, ...]:
     """Return the deaths among the cases; those that look the same appear once, with their number."""
-    deaths: dict[tuple[str, str, tuple[str, ...]], list[CaseResult]] = {}
+    deaths: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for case in cases:
         if "death" in case.evidence:
             tail = case.evidence.get("stderr_tail") or ()
@@ -469,13 +469,9 @@ def crash_notes(cases: Iterable[CaseResult]) -> tuple[CrashNote, ...]:
             cleaned = tuple(part for line in lines for part in clean(line).split("\n"))
             death = join_lines(str(case.evidence["death"])).replace("_", " ")
             message = join_lines(str(case.evidence.get("message", "")))
-            deaths.setdefault((death, message, cleaned), []).append(case)
+            words = (join_lines(case.subject), case.tier.value, format_parameters(case.parameters))
+            deaths.setdefault((death, message, cleaned), []).append(" ".join(filter(None, words)))
     return tuple(
-        CrashNote(_name_place(members[0]), len(members) - 1, death, message, tail)
-        for (death, message, tail), members in deaths.items()
+        CrashNote(places[0], len(places) - 1, death, message, tail)
+        for (death, message, tail), places in deaths.items()
     )
-
-
-def _name_place(case: CaseResult) -> str:
-    words = (join_lines(case.subject), case.tier.value, format_parameters(case.parameters))
-    return " ".join(filter(None, words))

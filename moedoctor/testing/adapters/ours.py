@@ -39,15 +39,13 @@ def _run_slots(layer: Layer, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) 
     return moe_forward(x, weights, topk_ids, topk_weights, activation=layer.shape.activation)
 
 
-def _run_grouped(layer: Layer, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-    return Grouped.dequantize(layer, "none")(x, topk_weights, topk_ids)
-
-
 run_experts = make_moe(_run_experts, formats=_FORMATS, activations=_CURVES)
 """Computes a whole layer by the kernels of `moedoctor.kernels.moe`."""
 run_slots = make_moe(_run_slots, formats=("bf16", "fp8"), activations=_CURVES)
 """Computes over the slots of an expert cache; an expert is a slot here."""
-run_grouped = make_moe(_run_grouped, formats=_FORMATS, package="torch")
+run_grouped = make_moe(
+    lambda layer, *call: Grouped.dequantize(layer, "none")(*call), formats=_FORMATS, package="torch"
+)
 """Computes with torch's `grouped_mm` between a sort and a sum of ours."""
 
 

@@ -77,6 +77,8 @@ _REFUSED = re.compile(
     r"|left out: (?:backend|expert_cache|moe): |expert_cache: cpu(?:=\S+)? computes nothing"
     r"(?!: another model)).+"  # that of a draft beside its target
 )
+_AS_ANSWERED = ("version", "allocated", "load_peak", "host_bytes", "host_peak", "probe")
+"""The fields of `EngineResult` that the child answers by these names."""
 _recorder: Mapping[str, str] = {}
 """Variables of every engine whose request sets no `RECORD`: see `record_calls`."""
 
@@ -255,14 +257,9 @@ def run_engine(request: EngineRequest) -> EngineResult:
         texts=tuple(answer.get("texts", ())),
         logprobs=None if logprobs is None else tuple(tuple(steps) for steps in logprobs),
         error=_read_error(answer, ended),
-        version=answer.get("version"),
         fixes="; ".join(active) or None,
         log=read_log(ended.log),
-        allocated=answer.get("allocated"),
-        load_peak=answer.get("load_peak"),
-        host_bytes=answer.get("host_bytes"),
-        host_peak=answer.get("host_peak"),
-        probe=answer.get("probe"),
+        **{name: answer.get(name) for name in _AS_ANSWERED},
         seconds={**_read_loading(ended.log), **answer.get("seconds", {}), "total": round(ended.seconds, 2)},
     )
 

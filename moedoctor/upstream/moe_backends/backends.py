@@ -270,7 +270,7 @@ class VllmBackend(Backend):
         _start(device, fresh=True)
         if isinstance(layer.w13, Fp8):
             self._check_scales(layer.w13)
-        config = _make_config(layer.shape, device)
+        config = make_moe_config(layer.shape, _ACTIVATIONS[layer.shape.activation], device=device)
         kernel_class, reason = self._find_kernel_class(config)
         if kernel_class is None:
             raise UnavailableError(f"{self.variant.name}: {reason}")
@@ -315,7 +315,8 @@ class VllmBackend(Backend):
     def _explain_unsupported(self, shape: LayerShape, device: str) -> str | None:
         try:
             _start(device)
-            kernel_class, reason = self._find_kernel_class(_make_config(shape, device))
+            config = make_moe_config(shape, _ACTIVATIONS[shape.activation], device=device)
+            kernel_class, reason = self._find_kernel_class(config)
         except UnavailableError as error:
             return str(error)
         return None if kernel_class is not None else reason
@@ -341,10 +342,6 @@ class VllmBackend(Backend):
             if supported and not kernel.is_monolithic():
                 return kernel, None
         return None, f"vLLM says: {reason}" if reason else "vLLM has only a kernel that does its own routing"
-
-
-def _make_config(shape: LayerShape, device: str) -> Any:
-    return make_moe_config(shape, _ACTIVATIONS[shape.activation], device=device)
 
 
 def _make_scale(value: float, device: str | torch.device, experts: int | None = None) -> torch.Tensor:

@@ -86,7 +86,7 @@ class OnMeta(TorchFunctionMode):
 
     def __init__(self, headers: Headers) -> None:
         super().__init__()
-        self._headers = headers
+        self.headers = headers
         self.watching = False
         self.questions = 0
         """Decisions that depend on values, answered as for a sound checkpoint."""
@@ -101,16 +101,6 @@ class OnMeta(TorchFunctionMode):
         """Storages of the checkpoint whose shape alone was looked at: no operation took them."""
         self._is_inside = False
         """True inside a replaced function: what it calls is torch's own affair."""
-
-    @property
-    def has_headers(self) -> bool:
-        """True if the checkpoint has tensors: a config alone has none."""
-        return bool(self._headers)
-
-    @property
-    def is_made(self) -> bool:
-        """True if the tensors are those that the release would read, and not a checkpoint's."""
-        return MADE in self._headers
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -221,7 +211,7 @@ class OnMeta(TorchFunctionMode):
     def read_weights(self, files: Any, *_: Any, **__: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of safetensors files from their headers, in place of vLLM's iterator."""
         for file in sorted(map(str, files)):
-            for name, dtype, shape in self._headers.get(os.path.realpath(file), ()):
+            for name, dtype, shape in self.headers.get(os.path.realpath(file), ()):
                 if dtype not in DTYPES:
                     raise ValueError(f"{name} has the type {dtype}, which is not known here")
                 with torch._C.DisableTorchFunction():

@@ -238,7 +238,7 @@ def _run_model(
             model = build(config.model_config, answer)
             if names:
                 answer["tensors"] = list(list_tensors(model))
-        if not on_meta.has_headers:
+        if not on_meta.headers:  # a config alone has none
             return
         with run_stage("load", seconds):
             answer["loaded"] = load(model, config.model_config)

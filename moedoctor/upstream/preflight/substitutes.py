@@ -273,7 +273,7 @@ def substitute_reading(on_meta: OnMeta) -> None:
     from vllm.model_executor.model_loader import default_loader
 
     put(default_loader, "safetensors_weights_iterator", on_meta.read_weights)
-    if on_meta.is_made:  # there is no file to look for
+    if MADE in on_meta.headers:  # there is no file to look for
         loader = default_loader.DefaultModelLoader
         put(loader, "_get_weights_iterator", lambda *_: on_meta.read_weights([MADE]))
 

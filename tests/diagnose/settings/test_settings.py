@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moedoctor.diagnose.settings import tables
-from moedoctor.diagnose.settings.settings import check_settings, find_moe_backend
+from moedoctor.diagnose.settings.flags import find_moe_backend
+from moedoctor.diagnose.settings.settings import check_settings
 from moedoctor.diagnose.settings.tables import SettingFinding, load_vllm_flags, load_vllm_variables
 from moedoctor.diagnose.triage.signatures import load_data
 from moedoctor.fixes.backends.release_tables import SCHEMES, load_releases

@@ -118,7 +118,7 @@ def test_a_path_that_fails_without_minus_one_is_no_evidence(control: Measurement
 
 
 def test_a_path_that_did_not_run_is_named_once_with_its_reason() -> None:
-    left = [Measurement(unit, Skip("no FP8 here")) for unit in md016.list_units(["OURS fp8"])]
+    left = [Measurement(f"OURS fp8, {ids}", Skip("no FP8 here")) for ids in md016.IDS]
     verdict, reason = judged(*GOOD, *left)
     assert verdict is ClaimVerdict.CONFIRMED
     assert reason.endswith("; OURS fp8 not run: no FP8 here")
