@@ -1,6 +1,8 @@
 """Text that a stranger may have written, secrets in it, and what no output may hold."""
 
+import os
 import re
+import socket
 from pathlib import Path
 
 TEXTS = (
@@ -37,3 +39,8 @@ def echoes_too_much(message: str, given: str) -> bool:
     """Return whether a message holds more than 200 characters of an input in one piece."""
     starts = range(0, len(given) - _MOST_ECHOED, 50)
     return any(given[start : start + _MOST_ECHOED + 1] in message for start in starts)
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(path))  # a name of at most 107 bytes

@@ -23,10 +23,6 @@ def _compare(before: results.ScenarioResult, after: results.ScenarioResult, **op
     return compare(report(before), report(after), Tolerance(), **options)
 
 
-def _cases(before: str, after: str, subject: str = "installed") -> Comparison:
-    return _compare(scenario("proved", case(subject, before)), scenario("proved", case(subject, after)))
-
-
 @settings(max_examples=25)
 @given(reports)
 def test_a_report_is_no_worse_than_itself(record: results.Report) -> None:
@@ -95,9 +91,8 @@ WORSE = {
 def test_every_change_of_a_case(subject: str) -> None:
     worse = WORSE["installed" if subject == "fixed" else subject].split()
     for before, after in itertools.permutations((verdict.value for verdict in C), 2):
-        comparison = _cases(before, after, subject)
-        changes = comparison.regressions or comparison.improvements or comparison.notes
-        (change,) = changes
+        comparison = _compare(*(scenario("proved", case(subject, verdict)) for verdict in (before, after)))
+        (change,) = comparison.regressions or comparison.improvements or comparison.notes
         assert (change.what, change.baseline, change.current) == ("verdict", before, after)
         assert bool(comparison.regressions) is (f"{before}-{after}" in worse)
         assert bool(comparison.notes) is (f"{before}-{after}" == "error-skipped")

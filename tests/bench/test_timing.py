@@ -161,12 +161,6 @@ def test_an_output_that_is_wrong_only_in_a_graph_or_that_it_does_not_write_is_no
         timing.time_layer(call, DEVICE, check=noting([]))
 
 
-def judged(graph: float, cold: float, do_bench: float) -> dict[str, object]:
-    times = {"launch": 20.0, "graph": graph, "graph_cold": cold, "do_bench": do_bench}
-    measures = {name: (lambda value=value: value) for name, value in times.items()}
-    return judge_cost(compare_rounds(measures, baseline="launch", rounds=3), 0.75)
-
-
 @pytest.mark.parametrize(
     ("graph", "cold", "do_bench", "within"),
     [
@@ -179,7 +173,9 @@ def judged(graph: float, cold: float, do_bench: float) -> dict[str, object]:
     ],
 )
 def test_our_time_is_compared_with_the_cost_of_a_launch(graph, cold, do_bench, within):
-    facts = judged(graph, cold, do_bench)
+    times = {"launch": 20.0, "graph": graph, "graph_cold": cold, "do_bench": do_bench}
+    measures = {name: (lambda value=value: value) for name, value in times.items()}
+    facts = judge_cost(compare_rounds(measures, baseline="launch", rounds=3), 0.75)
     assert facts["within_limit"] is within
     assert facts["graph_overhead"] == pytest.approx(graph / 20 - 1, abs=1e-4)
     assert facts["graph_cold_overhead"] == pytest.approx(cold / 20 - 1, abs=1e-4)

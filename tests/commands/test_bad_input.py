@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from capsules import make_capsule
+from every_command import PLANTED
 
 from moedoctor import environment
 from moedoctor.cli import main
@@ -91,6 +92,9 @@ CASES = [
     ("preflight vllm serve m -tp 2", "-tp: the options of a server follow"),
     ("plan --max-model-len 5", "--max-model-len is an option of vLLM and not of this command; see"),
     ("compare a.json b.json", "a.json:1:"),
+    (f"conform {PLANTED}:Cache --question groups", ":Cache: it is a cache, which has no question groups"),
+    ("conform a.py:Cache --question nothing", "--question nothing: expected"),
+    ("conform a.py:Cache --formats int3", "--formats int3: expected"),
     ("compare", "expected two JSON reports, BASELINE and CURRENT, or --release A B"),
     ("compare --release 0.33.0 9.9", "--release 9.9: the tables know 0.17.1"),
     ("explain nan_rooting", "did you mean nan_routing?"),
@@ -109,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.usefixtures("replayed_here")
+@pytest.mark.usefixtures("replayed_here", "forked_examination")
 @pytest.mark.parametrize(("line", "message"), CASES, ids=[line for line, _ in CASES])
 def test_bad_input_is_one_line_and_exit_code_2(line, message, folder, monkeypatch, capsys):
     nothing = dict.fromkeys(("gpu", "capability", "vllm", "flashinfer"))

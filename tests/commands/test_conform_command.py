@@ -1,37 +1,14 @@
-"""`moedoctor conform`, and pytest's items of its questions."""
+"""Pytest's items of the questions of `moedoctor conform`."""
 
 import os
 import sys
-from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from every_command import PLANTED
 from processes_seen import run
 
-from moedoctor.cli import main
-
 ROOT = Path(__file__).resolve().parents[2]
-PLANTED = str(ROOT / "tests" / "testing" / "planted.py")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([f"{PLANTED}:Cache", "--question", "groups"], ":Cache: it is a cache, which has no question groups"),
-        ([f"{PLANTED}:Cache", "--question", "nothing"], "--question nothing: expected"),
-        ([f"{PLANTED}:Cache", "--formats", "int3"], "--formats int3: expected"),
-    ],
-)
-def test_wrong_usage_is_one_line(words, message, monkeypatch, capsys):
-    """The child that knows what the target is has answered no question."""
-    nothing = SimpleNamespace(answers=(), kind="cache")
-    module = import_module("moedoctor.testing.examine")
-    monkeypatch.setattr(module, "examine", lambda *given, **options: nothing)
-    assert main(["conform", *words]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert message in err
 
 
 @pytest.mark.slow

@@ -3,13 +3,13 @@
 import os
 import shutil
 import signal
-import socket
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from checkpoints_of_tests import modelopt
+from hostile import make_socket
 
 from moedoctor.cli import main
 
@@ -23,11 +23,6 @@ def device(path: Path) -> None:
         os.mknod(path, 0o020666, os.makedev(1, 5))  # as /dev/zero
     except PermissionError:
         path.symlink_to("/dev/zero")
-
-
-def listening(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(os.path.relpath(path))  # a name of at most 107 bytes
 
 
 def link_to_a_pipe(path: Path) -> None:
@@ -44,7 +39,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
     "link to a pipe": link_to_a_pipe,
     "device": device,
-    "socket": listening,
+    "socket": make_socket,
     "loop": lambda path: path.symlink_to(path.name),
     "link to nothing": lambda path: path.symlink_to("nothing"),
     "folder": Path.mkdir,

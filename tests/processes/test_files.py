@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -16,17 +15,13 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from hostile import make_socket
 from hypothesis import given
 from hypothesis import strategies as st
 from processes_seen import run
 
 from moedoctor.processes import files
 from moedoctor.processes.files import OutputError, append, check_writable, make_folder, write
-
-
-def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
 
 
 def make_device(path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moedoctor import catalogue
-from moedoctor.results import CaseVerdict, ClaimVerdict, Report, ScenarioResult, ScenarioVerdict, Tier
+from moedoctor.results import ClaimVerdict, Report, ScenarioResult, ScenarioVerdict, Tier
 from moedoctor.runner.plan import Options, order_by_cost, plan
 from moedoctor.runner.run import run
 from moedoctor.scenario.file import load
@@ -27,10 +27,6 @@ def report(tmp_path: Path, text: str, options: Options | None = None, **argument
 
 def result(tmp_path: Path, text: str, options: Options | None = None) -> ScenarioResult:
     return report(tmp_path, text, options).scenarios[0]
-
-
-def verdicts(scenario: ScenarioResult) -> list[tuple[str, CaseVerdict]]:
-    return [(case.subject, case.verdict) for case in scenario.cases]
 
 
 def test_proved_when_the_control_shows_it_and_the_fix_does_not(tmp_path: Path) -> None:
@@ -156,7 +152,7 @@ def test_a_time_budget_ends_a_run_and_leaves_the_rest_with_its_cost(tmp_path: Pa
     text = "subjects: [faulty, fixed, third]\nparameters: {third: hang}\ntimeout: 40\n"
     ended = report(tmp_path, text, time_budget=1)
     (scenario,) = ended.scenarios
-    assert [verdict.value for _, verdict in verdicts(scenario)] == ["reproduced", "clean", "skipped"]
+    assert [case.verdict.value for case in scenario.cases] == ["reproduced", "clean", "skipped"]
     assert (scenario.verdict, ended.summary.interrupted) == (ScenarioVerdict.SKIPPED, False)
     assert scenario.reason == "--time-budget 1 s ended before every case had run"
     left = scenario.unfinished

@@ -287,7 +287,6 @@ def test_only_calls_inside_a_step_and_the_context_are_recorded() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_model_keeps_its_hooks() -> None:
-    torch._dynamo.reset()
     router = Router()
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), router)
     with NanLocator(model) as locator:

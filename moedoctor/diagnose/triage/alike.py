@@ -31,12 +31,12 @@ def find_alike(words: str, kind: str, rows: Sequence[Mapping[str, Any]]) -> Mapp
     """
     title, text = _list_words(words.partition("\n")[0]), _list_words(words)
 
-    def rate(row: Mapping[str, Any]) -> float:
+    def weigh(row: Mapping[str, Any]) -> float:
         weights, size = _weigh_rows()[_name(row)]
         shared = sum(weights[word] * (_TITLE if word in title else 1) for word in weights.keys() & text)
         return shared / size * (_KIND if any(each["kind"] == kind for each in row.get("like", ())) else 1)
 
-    return max((row for row in rows if rate(row) >= LEAST), key=rate, default=None)
+    return max((row for row in rows if weigh(row) >= LEAST), key=weigh, default=None)
 
 
 @cache

@@ -240,9 +240,6 @@ def test_an_index_cannot_lead_out_of_the_folder(shard: object, tmp_path: Path) -
     assert "\n" not in str(error.value)
 
 
-SHARD = "model-00001-of-00002.safetensors"
-
-
 def config(text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / "config.json").write_text(text)
 
@@ -262,10 +259,6 @@ JSON_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no shards": (
         lambda folder: [file.unlink() for file in (*folder.glob("*.safetensors"), folder / INDEX)],
         "no safetensors file",
-    ),
-    "a shard with bytes behind its tensors": (
-        lambda folder: (folder / SHARD).open("ab").write(b"x" * 3),
-        f"{SHARD}: has 3 bytes after its last tensor",
     ),
 }
 
