@@ -23,7 +23,6 @@ NO_GPU = "no GPU"
 _LONG = 200
 _MOST = 4000
 """Facts or numbers of one report; a longer one is cut."""
-_BAD_SCENARIOS = frozenset(verdict for verdict, look in VERDICTS.items() if look.wrong)
 
 NOT_COMPARED = frozenset(
     {"gpu", "capability", "memory_bytes", "collectors", "not_looked_at", "cuda_visible_devices"}
@@ -153,7 +152,7 @@ def _list_findings(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for row in _select_records(report.get("problems")):
         yield _shorten(row.get("what")), _shorten(row.get("why"))
     for row in _select_records(report.get("scenarios")):
-        if row.get("verdict") in _BAD_SCENARIOS:
+        if (look := VERDICTS.get(row.get("verdict", ""))) and look.wrong:
             yield _shorten(row.get("id")), f"{_shorten(row.get('title'))}: {row['verdict']}"
 
 

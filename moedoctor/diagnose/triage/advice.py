@@ -118,7 +118,8 @@ class Advice:
 
     def list_steps(self, cause: Cause) -> Iterator[str]:
         """Yield what helps errors of a class."""
-        lines = [self.fit(line) for step in list_steps(cause, self.clues) for line in step.split("\n")]
+        clues = self.clues - {"aiter"} if self._gpu[1] else self.clues  # no GPU of NVIDIA runs AITER
+        lines = [self.fit(line) for step in list_steps(cause, clues) for line in step.split("\n")]
         sizes = any(True for _ in self._count_memory(cause))
         steps = [line.removeprefix(_NO_SIZES) for line in lines if not (sizes and line.startswith(_NO_SIZES))]
         compared = "regression" in self.clues and any(self._compare_backends())
@@ -315,8 +316,7 @@ class Advice:
 
     def name_alike(self, words: str, kind: str, steps: Sequence[str]) -> Iterator[str]:
         """Yield what the thread says that an error of class `kind` is most like, if `steps` name none."""
-        row = None if any(_SAME in step for step in steps) else find_alike(words, kind, self._threads)
-        if row:
+        if not any(_SAME in step for step in steps) and (row := find_alike(words, kind, self._threads)):
             yield self.fit(_quote_thread(row, "looks alike, compare them first"))
 
     def _name_threads(self, words: str, body: str) -> Iterator[str]:
@@ -434,7 +434,8 @@ class Advice:
 
 def _is_about(row: Any, used: Any) -> bool:
     since, fixed = (read_boundary(row[key]) if key in row else None for key in ("since", "fixed"))
-    return not ((since and used < since) or (fixed and used >= fixed))
+    latest = (used[0], used[1] + 1, 0, 0) if used[3] else used  # a build between two releases
+    return not ((since and latest < since) or (fixed and used >= fixed))
 
 
 def _quote_thread(row: Any, says: str) -> str:
