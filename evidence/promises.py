@@ -62,7 +62,7 @@ class Report:
 
     def find_report(self, folder: Path) -> Path:
         """Return the file for the folder of a machine; a run of tests is no report of moedoctor."""
-        tests = folder.parent.with_name("evidence") / "tests" / folder.name
+        tests = TESTS / folder.name if folder.resolve().parent == REPORTS else folder / "tests"
         return (tests if self.is_of_tests else folder) / f"{self.report}.json"
 
 

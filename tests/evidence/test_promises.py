@@ -138,8 +138,8 @@ def test_a_run_of_tests_is_judged_by_what_passed_and_failed(body: str, verdict: 
     file.write_text(f"import pytest\n\n\ndef test_it(): {body}\n\n\ndef test_skipped(): pytest.skip()\n")
     command = f"pytest -p no:cacheprovider {file}"
     promise = Promise("gpu_tests_it", command, "words", "tests.passed / tests.decided", ">= 1")
-    run_command(promise, tmp_path / "reports" / "it", limit=60)
-    stored = json.loads((tmp_path / "evidence" / "tests" / "it" / "gpu_tests_it.json").read_text())
+    run_command(promise, tmp_path, limit=60)
+    stored = json.loads((tmp_path / "tests" / "gpu_tests_it.json").read_text())
     assert promise.judge(stored)[0] == verdict
     assert {"gpu", "vllm"} < set(stored["environment"])
     assert set(stored["origin"]) >= {"commit", "date", "version"}

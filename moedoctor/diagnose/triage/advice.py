@@ -35,13 +35,12 @@ _RELEASE_DECIDES = (
 )
 _ANY_FLAG = ("unknown", "kernel_fault", "wrong_output", "hang", "collective", "compile", "killed")
 """Errors that any flag may bring."""
-_MOST_FLAGS, _MOST_SETTINGS, _MOST_OTHERS, _MOST_DEFAULTS, _MOST_THREADS = 12, 2, 4, 3, 3
+_MOST_FLAGS, _MOST_SETTINGS, _MOST_OTHERS, _MOST_DEFAULTS, _MOST_THREADS, _MOST_CHANGES = 12, 2, 4, 3, 3, 2
 NO_HELP = " did not help"
 """The end of a step whose settings the text has tried."""
 NO_OLDER = " is no older than that"
 """The end of a step that names a release which the text has, or a later one."""
 _CLUE = 20
-_SAME = "reports such an error"
 """Characters of a pattern that make a row of a thread as particular as one more clue does."""
 _NO_SIZES = "no figures: "
 """The start of a line of a step that sizes in the text replace."""
@@ -108,7 +107,9 @@ class Advice:
         yield from self._count_memory(cause)
         if not body and (request := load_lines()["request"].search(cause.excerpt)):
             yield f"the message itself asks for it: {escape(request[1])}"
-        yield from (*self._find_value(words), *map(self.fit, self._name_threads(words, body)))
+        yield from self._find_value(words)
+        for row in [row for row in self._find_rows(words, body) if "try" in row][:_MOST_THREADS]:
+            yield self.fit(f"{_link(row)} reports such an error: {_quote(row)}")
         if cause.kind == "installation":
             yield from map(self.fit, self._name_release(cause.excerpt))
         if cause.kind in _SETTINGS_DECIDE:
@@ -314,15 +315,24 @@ class Advice:
                     lower = value.lower() if value.lower() in chosen else value
                     yield from self._tell_span(flag, lower, [*listed, *(f"{flag} {each}" for each in chosen)])
 
-    def name_alike(self, words: str, kind: str, steps: Sequence[str]) -> Iterator[str]:
-        """Yield what the thread says that an error of class `kind` is most like, if `steps` name none."""
-        if not any(_SAME in step for step in steps) and (row := find_alike(words, kind, self._threads)):
-            yield self.fit(_quote_thread(row, "looks alike, compare them first"))
+    def name_likely(self, words: str, body: str, kind: str) -> Iterator[str]:
+        """Yield changes of later releases that may be about an error, or the thread that it is most like.
 
-    def _name_threads(self, words: str, body: str) -> Iterator[str]:
-        """Yield what threads upstream say of the same error, where the text's release may have it.
+        `kind` is its class. There is nothing for a text that does not speak of vLLM.
+        """
+        if self.clues.isdisjoint(("vllm", "vllm_log")):
+            return
+        rows = self._find_rows(words, body)
+        changes = [row for row in rows if "mends" in row and "fork" not in self.clues]
+        for row in changes[:_MOST_CHANGES]:
+            yield f"vLLM {row['fixed']} mends {row['mends']} ({_link(row)}): take it if that is what you see"
+        if not rows and (row := find_alike(f"{words}\n{body}", kind, self._threads)):
+            yield self.fit(f"{_link(row)} looks alike, compare them first: {_quote(row)}")
 
-        Rows that ask for more come first. Those that put words together look for them in `words` alone.
+    def _find_rows(self, words: str, body: str) -> list[Any]:
+        """Return the rows about the same error, those of threads that ask for most first.
+
+        Those that put words together look for them in `words` alone.
         """
         fits = []
         for row in self._threads:
@@ -334,7 +344,7 @@ class Advice:
         best: dict[str, Any] = {}
         for *_, row in sorted(fits, key=itemgetter(0, 1)):
             best.setdefault(row["thread"], row)
-        yield from (_quote_thread(row, _SAME) for row in [*best.values()][:_MOST_THREADS])
+        return [*best.values()]
 
     @cached_property
     def _threads(self) -> list[Any]:
@@ -434,14 +444,15 @@ class Advice:
 
 def _is_about(row: Any, used: Any) -> bool:
     since, fixed = (read_boundary(row[key]) if key in row else None for key in ("since", "fixed"))
-    latest = (used[0], used[1] + 1, 0, 0) if used[3] else used  # a build between two releases
+    latest = (used[0], used[1] + (used[2] > 0), 0, 0) if used[3] else used  # 0.21.1rc1 comes before 0.22.0
     return not ((since and latest < since) or (fixed and used >= fixed))
 
 
-def _quote_thread(row: Any, says: str) -> str:
+def _link(row: Any) -> str:
     project, number = row["thread"].split("#")
-    link = f"https://github.com/{load_data('threads.yaml')['projects'][project]}/issues/{number}"
-    if "mends" in row and says == _SAME:
-        return f"vLLM {row['fixed']} mends {row['mends']} ({link}): take it if yours is older"
+    return f"https://github.com/{load_data('threads.yaml')['projects'][project]}/issues/{number}"
+
+
+def _quote(row: Any) -> str:
     mended = f"vLLM {row['fixed']} fixes it; " if "fixed" in row else ""
-    return f"{link} {says}: {mended}{row.get('try') or row['mends']}"
+    return f"{mended}{row.get('try') or row['mends']}"

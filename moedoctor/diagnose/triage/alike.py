@@ -32,7 +32,7 @@ def find_alike(words: str, kind: str, rows: Sequence[Mapping[str, Any]]) -> Mapp
     title, text = _list_words(words.partition("\n")[0]), _list_words(words)
 
     def weigh(row: Mapping[str, Any]) -> float:
-        weights, size = _weigh_rows()[_name(row)]
+        weights, size = _weigh_rows()[id(row)]
         shared = sum(weights[word] * (_TITLE if word in title else 1) for word in weights.keys() & text)
         return shared / size * (_KIND if any(each["kind"] == kind for each in row.get("like", ())) else 1)
 
@@ -40,22 +40,19 @@ def find_alike(words: str, kind: str, rows: Sequence[Mapping[str, Any]]) -> Mapp
 
 
 @cache
-def _weigh_rows() -> Mapping[tuple[str, str], tuple[Mapping[str, float], float]]:
+def _weigh_rows() -> Mapping[int, tuple[Mapping[str, float], float]]:
     """Return row -> the weight of each of its words, and the size that their sum is divided by."""
-    known = {_name(row): _list_words(_join(row)) for row in load_data("threads.yaml")["threads"]}
+    known = {id(row): _list_words(_join(row)) for row in load_data("threads.yaml")["threads"]}
     counts = Counter(word for words in known.values() for word in words)
     weights = {word: math.log(len(known) / count) ** 2 for word, count in counts.items()}
     own = {name: {word: weights[word] for word in words} for name, words in known.items()}
     return {name: (words, _SHORT + math.sqrt(sum(words.values()))) for name, words in own.items()}
 
 
-def _name(row: Mapping[str, Any]) -> tuple[str, str]:
-    return row["thread"], row["try"] if "try" in row else row["mends"]
-
-
 def _join(row: Mapping[str, Any]) -> str:
     patterns = _NO_WORDS.sub(" ", " ".join(row.get("all") or [row["match"]]))
-    return " ".join((patterns, *_name(row), *(each["text"] for each in row.get("like", ()))))
+    examples = (each["text"] for each in row.get("like", ()))
+    return " ".join((patterns, row.get("try") or row["mends"], *examples))
 
 
 def _list_words(text: str) -> set[str]:

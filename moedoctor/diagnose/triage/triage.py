@@ -225,7 +225,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
             for each in findings
         )
         own = [*advice.list_steps(error)] if error.next_step else []
-        steps += [*own[:1], *advice.name_alike(f"{words}\n{more}", error.kind, steps), *own[1:]]
+        steps += [*own[:1], *advice.name_likely(words, more, error.kind), *own[1:]]
         steps.sort(key=lambda step: step.endswith((NO_HELP, NO_OLDER)))
         error = replace(error, next_step="\n".join(dict.fromkeys(steps)))
     elif not (findings or notes.keys() & {"vllm_log", "solved_told"}):
@@ -250,7 +250,7 @@ def _answer_question(errors: Errors, advice: Advice, words: str, body: str) -> C
     row = load_data("causes.yaml")["classes"]["question"]
     asked = Cause(line, text[:_LONG], "question", f"{row['name']}: {row['says']}", "", "", "")
     steps = [*advice.list_facts(asked, words, body)]
-    steps += advice.name_alike(f"{words}\n{body}", "question", steps)
+    steps += advice.name_likely(words, body, "question")
     if load_lines()["asks"].search(text[:_LONG]):
         steps += filter(None, advice.list_steps(asked))
     return replace(asked, next_step="\n".join(steps)) if steps else None

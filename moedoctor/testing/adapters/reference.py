@@ -36,7 +36,10 @@ def make_moe(run: Run, **declared: Any) -> Callable[..., Tensor]:
     ) -> Tensor:
         rows = w13.shape[1] if activation == "relu2" else w13.shape[1] // 2
         shape = LayerShape(x.shape[1], rows, len(w2), topk_ids.shape[1], activation)
-        weights = read(w13, scales, "w13", format, w13.shape[1] // rows), read(w2, scales, "w2", format)
+        weights = (
+            read(w13, scales, "w13", format, 1 if activation == "relu2" else 2),
+            read(w2, scales, "w2", format),
+        )
         steps = (float(scales[key]) for key in ("w13_input", "w2_input") if key in scales)
         return run(Layer(shape, format, *weights, *steps), x, topk_weights, topk_ids)
 
