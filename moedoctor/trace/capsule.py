@@ -42,7 +42,7 @@ from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe import Weight
 from moedoctor.reference.moe_layer import Layer, Problem, compute_expected
 from moedoctor.reference.nvfp4 import BLOCK, Nvfp4
-from moedoctor.text import TextFileError, format_size, open_file, print_message, shorten
+from moedoctor.text import TextFileError, escape, format_size, open_file, print_message, shorten
 
 FORMAT = "moedoctor-capsule"
 VERSION = "1"
@@ -454,7 +454,7 @@ def _read_record(metadata: Mapping[str, str]) -> Record:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "record"
-        raise CapsuleError(f"{shorten(place, 80)}: {shorten(first['msg'], 120)}") from None
+        raise CapsuleError(f"{shorten(escape(place), 80)}: {shorten(first['msg'], 120)}") from None
     except (ValueError, RecursionError) as error:
         raise CapsuleError(f"record: {shorten(str(error), 120)}") from None
 

@@ -141,6 +141,7 @@ def test_a_run_of_tests_is_judged_by_what_passed_and_failed(body: str, verdict: 
     run_command(promise, tmp_path, limit=60)
     stored = json.loads((tmp_path / "tests" / "gpu_tests_it.json").read_text())
     assert promise.judge(stored)[0] == verdict
+    assert promise.find_report(ROOT / "reports" / "a").parent == ROOT / "evidence" / "tests" / "a"
     assert {"gpu", "vllm"} < set(stored["environment"])
     assert set(stored["origin"]) >= {"commit", "date", "version"}
     assert (stored["tests"]["failures"] == []) == (stored["tests"]["failed"] == 0)

@@ -148,6 +148,7 @@ def test_what_is_shared_holds_no_weights() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"record": {"parallel": {"\n": ""}}}, r"parallel.\\n"),
         ({"record": {"hidden": 128}}, r" is BF16 \[8, 256\], expected BF16 or F16 or F32 \[8, 128\]"),
         ({"record": {"experts": 4}}, "expert_ids must be ascending, from 0 to 3"),
         ({"record": {"activation": "tanh"}}, "activation: Input should be"),

@@ -25,7 +25,7 @@ LEAST = 7.5
 
 
 def find_alike(words: str, kind: str, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the row that `words`, whose first line is a title, are most like; None if none is.
+    """Return the row that `words`, whose first line is a title, are most like; None if it is like none.
 
     `kind` is the class of the text's error: examples of the same one count for more.
     """

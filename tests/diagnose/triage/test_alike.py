@@ -17,7 +17,5 @@ def test_examples_are_most_like_their_own_threads():
 
 def test_a_text_is_like_a_row_only_by_rare_words():
     refused = "# gptq_marlin_repack: PTX of an unsupported toolchain\n\nAn H100 with an old driver"
-    found = find_alike(refused, "backend", ROWS)
-    assert found is not None
-    assert found["thread"] == "vllm#38619"
+    assert (find_alike(refused, "backend", ROWS) or {}).get("thread") == "vllm#38619"
     assert find_alike("# It does not work\n\nvLLM on my GPU fails with an error", "unknown", ROWS) is None
