@@ -187,7 +187,7 @@ def run_command(report: Report, folder: Path, limit: float | None) -> None:
             ) from None
         words = [_find_file(word) for word in shlex.split(text)]
         if words[0] == "pytest":
-            words = [sys.executable, "-m", *words, "-n", "0", f"--junitxml={junit}"]
+            words = [sys.executable, "-m", *words, f"--junitxml={junit}"]
         elif words[0] == "make":
             words.append(f"ARGS=--junitxml={junit}")
         elif words[0] == "python":
@@ -200,7 +200,7 @@ def run_command(report: Report, folder: Path, limit: float | None) -> None:
         late = ["timeout", "--signal", "INT", "--kill-after", "20", str(limit)] if limit else []
         code = subprocess.run([*late, *words], env=environ, cwd=ROOT, check=False).returncode
         if report.is_of_tests and junit.is_file():
-            file.write_text(json.dumps(summarize_tests(junit, report.command), indent=1) + "\n")
+            file.write_text(json.dumps(summarize_tests(junit, report.command, code), indent=1) + "\n")
         elif code not in (0, 1):
             print(f"evidence: {report.report}: exit code {code}", file=sys.stderr)
 
@@ -213,8 +213,11 @@ def _find_file(word: str) -> str:
     return f"{name}{equals}{found[0]}" if found else word
 
 
-def summarize_tests(junit: Path, command: str) -> dict[str, Any]:
-    """Return the report of a run of tests; `decided` are those that were not skipped."""
+def summarize_tests(junit: Path, command: str, code: int) -> dict[str, Any]:
+    """Return the report of a run of tests; `decided` are those that were not skipped.
+
+    A run that was cut short has one failure more: what it did not reach was not asked.
+    """
     from moedoctor.environment import collect
     from moedoctor.origin import record_origin
 
@@ -225,6 +228,8 @@ def summarize_tests(junit: Path, command: str) -> dict[str, Any]:
             "failed" if children & {"failure", "error"} else "skipped" if "skipped" in children else "passed"
         )
         names[outcome].append(f"{case.get('classname')}::{case.get('name')}")
+    if code not in (0, 1):
+        names["failed"].append(f"the tests were cut short: exit code {code}")
     counts = {outcome: len(cases) for outcome, cases in names.items()}
     facts = collect()
     return {

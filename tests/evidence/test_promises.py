@@ -132,10 +132,14 @@ def test_every_gpu_test_and_every_release_of_upstream_tests_has_a_row() -> None:
     assert expected | {f"make test-upstream VLLM={release}" for release in releases} == TESTS
 
 
-@pytest.mark.parametrize(("body", "verdict"), [("assert True", "kept"), ("assert False", "broken")])
+BODIES = {"assert True": "kept", "assert False": "broken", "raise KeyboardInterrupt": "broken"}
+
+
+@pytest.mark.parametrize(("body", "verdict"), BODIES.items())
 def test_a_run_of_tests_is_judged_by_what_passed_and_failed(body: str, verdict: str, tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
-    file.write_text(f"import pytest\n\n\ndef test_it(): {body}\n\n\ndef test_skipped(): pytest.skip()\n")
+    others = "\n\ndef test_skipped(): pytest.skip()\n\n\ndef test_first(): pass\n"
+    file.write_text(f"import pytest\n{others}\n\ndef test_it(): {body}\n")
     command = f"pytest -p no:cacheprovider {file}"
     promise = Promise("gpu_tests_it", command, "words", "tests.passed / tests.decided", ">= 1")
     run_command(promise, tmp_path, limit=60)
