@@ -93,15 +93,6 @@ def test_context_raises_and_lowers_the_grade(context: str, grade: Grade) -> None
     assert any("host" in clause for clause in shown["MD003"].missing) == ("--cpu-offload-gb" not in context)
 
 
-def test_a_token_beyond_the_vocabulary_is_a_possible_sign_of_nan() -> None:
-    """The embedding of the step after NaN logits; of an engine without MoE layers, it is no sign."""
-    line = "unknown: block: [0,0,0], thread: [0,0,0] Assertion `index out of bounds: 0 <= tmp1 < 512` failed."
-    log = f"INFO vllm/engine: Using 'MARLIN' NvFp4 MoE backend\n{line}"
-    assert ids(log) == set()
-    assert "MD015" in {finding.id for finding in read(log).possible}
-    assert "MD015" not in {finding.id for finding in read(f"INFO vllm/engine\n{line}").possible}
-
-
 def test_a_text_that_lacks_a_context_is_possible_at_best() -> None:
     choice = "There is no way to choose the backend"
     whole = read(f"{choice} of the MoE layers in vLLM").findings[0]
