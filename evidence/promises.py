@@ -214,19 +214,14 @@ def _find_file(word: str) -> str:
 
 
 def summarize_tests(junit: Path, command: str, code: int) -> dict[str, Any]:
-    """Return the report of a run of tests; `decided` are those that were not skipped.
-
-    A run that was cut short has one failure more: what it did not reach was not asked.
-    """
+    """Return the report of a run of tests; a run that was cut short has a failure more."""
     from moedoctor.environment import collect
     from moedoctor.origin import record_origin
 
     names: dict[str, list[str]] = {"failed": [], "skipped": [], "passed": []}
+    outcomes = {"failure": "failed", "error": "failed", "skipped": "skipped"}
     for case in ElementTree.parse(junit).iter("testcase"):
-        children = {child.tag for child in case}
-        outcome = (
-            "failed" if children & {"failure", "error"} else "skipped" if "skipped" in children else "passed"
-        )
+        outcome = next((outcomes[child.tag] for child in case if child.tag in outcomes), "passed")
         names[outcome].append(f"{case.get('classname')}::{case.get('name')}")
     if code not in (0, 1):
         names["failed"].append(f"the tests were cut short: exit code {code}")

@@ -123,6 +123,8 @@ class Advice:
         lines = [self.fit(line) for step in list_steps(cause, clues) for line in step.split("\n")]
         sizes = any(True for _ in self._count_memory(cause))
         steps = [line.removeprefix(_NO_SIZES) for line in lines if not (sizes and line.startswith(_NO_SIZES))]
+        if "other_chip" in self.clues:
+            steps = [line for line in steps if not load_lines()["gpu_step"].search(line)]
         compared = "regression" in self.clues and any(self._compare_backends())
         chosen = () if compared else self.name_backend(cause)
         yield from (*steps[:-1], *chosen, *self._list_optional(cause.kind, steps), *steps[-1:])
@@ -138,9 +140,8 @@ class Advice:
         given = {
             name for name, value in self.settings.flags.items() if value.lower() not in ("auto", "false")
         }
-        flags = [name for name in load_data("facts.yaml")["optional"] if name in given]
-        flags = [f"--{name}" for name in flags if not any(f"--{name}" in step for step in steps)]
-        flags = [name for name in flags if f"without {name}" not in self.attempts]
+        flags = [f"--{name}" for name in load_data("facts.yaml")["optional"] if name in given]
+        flags = [name for name in flags if name not in " ".join((*steps, *self.attempts))]
         if flags and kind in _ANY_FLAG:
             yield f"start once without what this command line adds, one at a time: {', '.join(flags)}"
 
@@ -192,9 +193,7 @@ class Advice:
         """Return the backend if a release takes it, the one that it selects if none is named, or None."""
         if answer is None or not name:
             return answer.chosen if answer else None
-        return next(
-            (each.backend for each in answer.candidates if each.supported and each.backend == name), None
-        )
+        return name if name in [each.backend for each in answer.candidates if each.supported] else None
 
     @cached_property
     def _release(self) -> str:
@@ -302,7 +301,7 @@ class Advice:
         found = {name: text for name, text in match.groupdict().items() if text} if match else {}
         flag = found.pop("of", "")
         for name, value in found.items():
-            if name == "flag":
+            if name.startswith("flag"):
                 yield from self._tell_span(value.replace("_", "-"), "", load_vllm_flags().rows)
             elif name == "any":
                 named = [row for row in load_vllm_values().rows if row.endswith(f" {value}")]
