@@ -31,9 +31,9 @@ _COMMON_GPUS = ("8.9", "9.0", "10.0", "12.0")
 _SETTINGS_DECIDE = ("backend", "wrong_output", "kernel_fault", "compile", "speed", "hang", "arguments")
 _RELEASE_DECIDES = (
     *("unknown", "backend", "kernel_fault", "compile", "quantization", "loading_names"),
-    *("loading_shapes", "wrong_output", "hang", "collective"),
+    *("loading_shapes", "wrong_output", "hang", "collective", "question"),
 )
-_ANY_FLAG = ("unknown", "kernel_fault", "wrong_output", "hang", "collective", "compile", "killed")
+_ANY_FLAG = ("unknown", "kernel_fault", "wrong_output", "hang", "collective", "compile", "killed", "draft")
 """Errors that any flag may bring."""
 _MOST_FLAGS, _MOST_SETTINGS, _MOST_OTHERS, _MOST_DEFAULTS, _MOST_THREADS, _MOST_CHANGES = 12, 2, 4, 3, 3, 2
 NO_HELP = " did not help"
@@ -73,7 +73,7 @@ class Advice:
             step = step.replace("vllm serve ...", self._write_command())
         if self._named[1:]:
             step = step.replace("--release OLD NEW", f"--release {self._named[0]} {self._named[-1]}")
-        if self._scheme.get("scheme") == "nvfp4":  # TRITON computes no FP4
+        if self._scheme.get("scheme") == "nvfp4" and "BF16 experts" not in step:  # TRITON computes no FP4
             other = "flashinfer_cutlass" if "MARLIN" in self.facts.list_backends() else "marlin"
             step = step.replace("triton, or marlin for FP4 weights", other)
             step = step.replace("--moe-backend triton", f"--moe-backend {other}")
@@ -136,14 +136,14 @@ class Advice:
             yield from [self.fit(says[row].format(used=show(used), newest=newest))] if row else ()
 
     def _list_optional(self, kind: str, steps: Sequence[str]) -> Iterator[str]:
-        """Yield the flags of the text that a server does without, but for those that its steps name."""
-        given = {
-            name for name, value in self.settings.flags.items() if value.lower() not in ("auto", "false")
-        }
-        flags = [f"--{name}" for name in load_data("facts.yaml")["optional"] if name in given]
+        """Yield what the text sets and a server does without, but for what its steps name."""
+        plain, optional = ("auto", "false", "0"), load_data("facts.yaml")["optional"]
+        given = [name for name in optional if self.settings.flags.get(name, "auto").lower() not in plain]
+        set_to = [name for name in self.settings.variables if load_lines()["optional_variable"].match(name)]
+        flags = [*(f"--{name}" for name in given), *set_to]
         flags = [name for name in flags if name not in " ".join((*steps, *self.attempts))]
         if flags and kind in _ANY_FLAG:
-            yield f"start once without what this command line adds, one at a time: {', '.join(flags)}"
+            yield f"start once without what is set here, one at a time: {', '.join(flags)}"
 
     def name_backend(self, cause: Cause) -> Iterator[str]:
         """Yield the MoE backend that the release selects for the text's scheme and GPU."""
@@ -347,9 +347,11 @@ class Advice:
 
     @cached_property
     def _threads(self) -> list[Any]:
-        """The rows of `threads.yaml` that the text's release may be about."""
-        used = max(self.facts.vllm, default=None)
-        return [row for row in load_data("threads.yaml")["threads"] if used is None or _is_about(row, used)]
+        """The rows of `threads.yaml` that the text's release and GPU may be about."""
+        used, amd = max(self.facts.vllm, default=None), load_lines()["amd"]
+        rows = [row for row in load_data("threads.yaml")["threads"] if used is None or _is_about(row, used)]
+        other = self._gpu[1] and "aiter" not in self.clues
+        return [row for row in rows if not (other and amd.search(_quote(row)))]
 
     def _tell_span(self, flag: str, value: str, known: Iterable[str]) -> Iterator[str]:
         releases, name = [*load_releases()], f"{flag} {value}".rstrip()
@@ -373,12 +375,8 @@ class Advice:
         old, new = self._pair
         if kind in _SETTINGS_DECIDE:
             yield from self._compare_backends()
-        words = (
-            *self.facts.gpus,
-            self.settings.model,
-            *self.settings.variables,
-            *(f"--{name}" for name in self.settings.flags),
-        )
+        flags = (f"--{name}" for name in self.settings.flags)
+        words = (*self.facts.gpus, self.settings.model, *self.settings.variables, *flags)
         changed = list_new_defaults(old, new, " ".join(words))
         if rows := [
             f"{each.back} ({each.says}, since {each.since})" for each in changed if kind in each.kinds

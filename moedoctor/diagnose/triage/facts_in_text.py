@@ -124,7 +124,7 @@ class Facts:
 def release_words(entry: Entry, facts: Facts) -> str:
     """Return in words if the releases in the text have a failure, and which release fixes it."""
     if entry.fixed == "no":
-        sentences = ["no release is known here that has a fix"]
+        sentences = ["no release is known here that mends all of it"]
     else:
         # The step that helps depends on the text: it stands in the finding.
         nothing = entry.fixed.startswith("nothing")

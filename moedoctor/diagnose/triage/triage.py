@@ -251,7 +251,8 @@ def _answer_question(errors: Errors, advice: Advice, words: str, body: str) -> C
     asked = Cause(line, text[:_LONG], "question", f"{row['name']}: {row['says']}", "", "", "")
     steps = [*advice.list_facts(asked, words, body)]
     steps += advice.name_likely(words, body, "question")
-    if load_lines()["asks"].search(text[:_LONG]):
+    tagged = body.partition("\n")[0]  # with its tag, such as [Bug]
+    if load_lines()["asks"].search(f"{tagged} {text[:_LONG]}"):
         steps += filter(None, advice.list_steps(asked))
     return replace(asked, next_step="\n".join(steps)) if steps else None
 

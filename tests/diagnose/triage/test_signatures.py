@@ -57,12 +57,8 @@ def test_signatures_name_clues_that_exist_and_every_clue_is_used() -> None:
     groups += [[*hint["if"].split("+"), hint.get("but", "vllm")] for hint in causes["hints"]]
     named = {name for group in groups for name in group}
     assert named - load_clues().keys() == set()
-    assert (
-        load_clues().keys()
-        - named
-        - {"foreign", "vllm", "proposal", "solved_told", "fine_here", "other_chip"}
-        == set()
-    )
+    elsewhere = {"foreign", "vllm", "proposal", "solved_told", "fine_here", "other_chip"}
+    assert load_clues().keys() - named - elsewhere == set()
 
 
 def test_confidences_are_shares_and_evidence_moves_them() -> None:
