@@ -20,7 +20,7 @@ _NO_WORDS = re.compile(r"\\[a-z]|\(\?[:=!<]{1,2}|\{\d{1,4},\d{0,4}\}")
 """Parts of a pattern beside its words."""
 _ENDING = re.compile(r"(?<=[a-z]{4})(?:ing|e[sd]|s)\Z")
 _TITLE, _KIND, _SHORT = 1.5, 1.25, 6.0
-LEAST = 7.5
+LEAST = 6.5
 """The least score of a row that is named, chosen with reports whose threads are known."""
 
 
