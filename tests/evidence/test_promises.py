@@ -138,8 +138,8 @@ BODIES = {"assert True": "kept", "assert False": "broken", "raise KeyboardInterr
 @pytest.mark.parametrize(("body", "verdict"), BODIES.items())
 def test_a_run_of_tests_is_judged_by_what_passed_and_failed(body: str, verdict: str, tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
-    others = "\n\ndef test_skipped(): pytest.skip()\n\n\ndef test_first(): pass\n"
-    file.write_text(f"import pytest\n{others}\n\ndef test_it(): {body}\n")
+    before = "import pytest\ndef test_a(): pytest.skip()\ndef test_b(): pass\n"
+    file.write_text(f"{before}def test_it(): {body}\n")
     command = f"pytest -p no:cacheprovider {file}"
     promise = Promise("gpu_tests_it", command, "words", "tests.passed / tests.decided", ">= 1")
     run_command(promise, tmp_path, limit=60)

@@ -241,9 +241,8 @@ def test_what_a_text_tells_has_a_class_and_a_step_of_its_own(row: dict[str, str 
 
 def test_threads_upstream_are_named_for_releases_that_may_have_the_error() -> None:
     rows = load_data("threads.yaml")["threads"]
-    assert {row["thread"] for row in rows} - {row["thread"] for row in rows if "like" in row} <= {
-        "vllm#50454"
-    }
+    told = {row["thread"] for row in rows if "like" in row}
+    assert {row["thread"] for row in rows} - told <= {"vllm#50454"}
     for row in load_data("threads.yaml")["threads"]:
         assert {row[key] for key in ("since", "fixed") if key in row} <= {*load_releases()}
         assert {*row.get("needs", "").split("+")} - {""} <= {*load_clues()}

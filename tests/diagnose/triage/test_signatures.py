@@ -43,15 +43,10 @@ def test_each_failure_has_a_signature_a_name_and_a_next_step() -> None:
 
 
 def test_signatures_name_clues_that_exist_and_every_clue_is_used() -> None:
-    groups = [
-        (*signature.shows, *signature.unless, *signature.unless_near) for signature in load_signatures()
-    ]
-    groups += [
-        group
-        for signature in load_signatures()
-        for group in (*signature.near, *signature.needs, *signature.anywhere)
-    ]
-    groups += [evidence.names for signature in load_signatures() for evidence in signature.evidence]
+    groups = []
+    for each in load_signatures():
+        groups += [each.shows, each.unless, each.unless_near, *each.near, *each.needs, *each.anywhere]
+        groups += [evidence.names for evidence in each.evidence]
     causes = load_data("causes.yaml")
     groups += [tuple(body.get("told", ())) for body in causes["classes"].values()]
     groups += [[*hint["if"].split("+"), hint.get("but", "vllm")] for hint in causes["hints"]]

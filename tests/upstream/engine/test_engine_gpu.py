@@ -53,8 +53,17 @@ def test_the_first_wrong_layer_of_the_users_model_is_named(tmp_path: Path) -> No
     assert "model.layers.2" in judged.figure
 
 
-NAN = 0x7F
-"""The code of NaN in E4M3."""
+def test_nan_logits_give_the_tokens_that_triage_names() -> None:
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    logits = torch.full((2, 151_936), torch.nan, device="cuda")  # [tokens, vocabulary]
+    rows = torch.arange(2, device="cuda", dtype=torch.int32)  # [tokens]
+    kinds = {"is_drafting": False} if "is_drafting" in gumbel_sample.__code__.co_varnames else {}
+    heats = [torch.full((2,), heat, device="cuda") for heat in (0.0, 1.0)]  # [requests] each
+    sampled = [gumbel_sample(logits, rows, heat, rows.long(), rows.long(), False, **kinds) for heat in heats]
+    assert [each.tolist() for each in (logits.argmax(-1), *sampled)] == [[0, 0], *[[1023, 1023]] * 2]
+
+
 VARIANTS = (
     "vllm=--moe-backend triton --enforce-eager",
     "optional=MOEDOCTOR_FIXES=moe MOEDOCTOR_FIXES_OPTIONAL=1 --moe-backend triton --enforce-eager",
@@ -65,7 +74,7 @@ VARIANTS = (
 def plant_nan(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
     """Make one weight of one expert of the last layer NaN, an expert that few tokens are sent to."""
     last = max(name for name in tensors if name.endswith("experts.5.down_proj.weight"))
-    tensors[last].view(torch.uint8)[0, 0] = NAN
+    tensors[last].view(torch.uint8)[0, 0] = 0x7F  # NaN in E4M3
     tensors[last.replace("experts.5.down_proj", "gate")][5] = 0
 
 
@@ -75,7 +84,6 @@ def test_a_layer_whose_weights_are_refused_is_left_to_vllm_only_if_the_fix_is_op
     with write_checkpoints("fp8", change=plant_nan, vocab=1024) as folders:
         measured = measure(Plan(Path(folders["fp8"]), variants, batches=(1,), repeats=1, control=True))
     base, left, stopped = measured.engines
-    print(measured.engines)
     assert "moe is refused: w2_weight holds NaN" in str(stopped.failed)
     assert base.failed is left.failed is None
     assert "MoedoctorExperts × 1" in left.experts
