@@ -249,11 +249,11 @@ def _answer_question(errors: Errors, advice: Advice, words: str, body: str) -> C
     line, text = errors.first
     row = load_data("causes.yaml")["classes"]["question"]
     asked = Cause(line, text[:_LONG], "question", f"{row['name']}: {row['says']}", "", "", "")
-    steps = [*advice.list_facts(asked, words, body)]
-    steps += advice.name_likely(words, body, "question")
     tagged = body.partition("\n")[0]  # with its tag, such as [Bug]
-    if load_lines()["asks"].search(f"{tagged} {text[:_LONG]}"):
-        steps += filter(None, advice.list_steps(asked))
+    asks = load_lines()["asks"].search(f"{tagged} {text[:_LONG]}")
+    own = [*filter(None, advice.list_steps(asked))] if asks else []
+    likely = advice.name_likely(words, body, "question")
+    steps = [*advice.list_facts(asked, words, body), *own[:1], *likely, *own[1:]]
     return replace(asked, next_step="\n".join(steps)) if steps else None
 
 
