@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from operator import itemgetter
 from typing import Any
 
@@ -40,6 +40,7 @@ NO_HELP = " did not help"
 """The end of a step whose settings the text has tried."""
 NO_OLDER = " is no older than that"
 """The end of a step that names a release which the text has, or a later one."""
+_compile = cache(re.compile)  # `re` itself keeps 512 patterns, and threads have more
 _CLUE = 20
 """Characters of a pattern that make a row of a thread as particular as one more clue does."""
 _NO_SIZES = "no figures: "
@@ -338,7 +339,7 @@ class Advice:
             asked = {*row.get("needs", "").split("+")} - {""}
             patterns = row["all"] if "mends" in row else [row["match"]]
             text = words if patterns[0].startswith(r"\A") else f"{words}\n{body}"
-            if self.clues >= asked and all(re.search(pattern, text, re.I) for pattern in patterns):
+            if self.clues >= asked and all(_compile(each, re.I).search(text) for each in patterns):
                 fits.append(("mends" in row, -_CLUE * len(asked) - len("".join(patterns)), row))
         best: dict[str, Any] = {}
         for *_, row in sorted(fits, key=itemgetter(0, 1)):
