@@ -244,9 +244,10 @@ class Advice:
         """Yield what the sizes in the text say; without any, the size of the weights by the model."""
         most = _MOST_SHARE["unified_memory" in self.clues]
         given = (cause, self.settings.flags, self._share, self._gpu[2], most)
-        sentences = [*self.facts.memory.advise(*given)] if cause.kind == "memory" else []
+        placed = "load_oom" not in self.clues or not cause.says.endswith("ran out")
+        sentences = [*self.facts.memory.advise(*given)] if cause.kind == "memory" and placed else []
         yield from sentences
-        known = bool(self._scheme) or "quantised" not in self.clues  # the bits of a weight
+        known = placed and (bool(self._scheme) or "quantised" not in self.clues)  # the bits of a weight
         if known and cause.kind in ("memory", "killed", "unknown") and not sentences:
             yield from self._compare_memory(1 if cause.kind != "memory" else _TIGHT)
 
@@ -349,10 +350,10 @@ class Advice:
     @cached_property
     def _threads(self) -> list[Any]:
         """The rows of `threads.yaml` that the text's release and GPU may be about."""
-        used, amd = max(self.facts.vllm, default=None), load_lines()["amd"]
+        used, not_here = max(self.facts.vllm, default=None), load_lines()["not_here"]
         rows = [row for row in load_data("threads.yaml")["threads"] if used is None or _is_about(row, used)]
-        other = self._gpu[1] and "aiter" not in self.clues
-        return [row for row in rows if not (other and amd.search(_quote(row)))]
+        gpu = "" if "aiter" in self.clues else self._gpu[1]
+        return [row for row in rows if not (gpu and not_here.search(f"{gpu} {_quote(row)}"))]
 
     def _tell_span(self, flag: str, value: str, known: Iterable[str]) -> Iterator[str]:
         releases, name = [*load_releases()], f"{flag} {value}".rstrip()
