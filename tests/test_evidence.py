@@ -68,15 +68,6 @@ def _vllm(report: dict[str, Any]) -> str | None:
     return environment.get("vllm")
 
 
-@pytest.mark.parametrize("file", [file for file in REPORTS if file.with_suffix(".nodes").is_dir()])
-def test_the_report_of_a_fleet_has_those_of_its_nodes(file: Path) -> None:
-    report = json.loads(file.read_text())
-    assert report["reports"] == f"{file.stem}.nodes"
-    texts = [(file.parent / report["reports"] / node["file"]).read_text() for node in report["nodes"]]
-    assert texts
-    assert not any(_HOME.search(text) for text in texts)
-
-
 def test_every_report_has_its_command() -> None:
     # They show which extension ran in an engine, and stay until a report of a promise shows it.
     rows = [row for each in extensions.load_evidence().values() for row in each.values()]

@@ -129,7 +129,8 @@ def test_every_gpu_test_and_every_release_of_upstream_tests_has_a_row() -> None:
             folders.add(file.relative_to(ROOT / "tests").parts[0])
     releases = re.findall(r"(?m)^vllm (.+)$", (ROOT / "scripts" / "releases.txt").read_text())
     expected = {f"pytest -m gpu tests/{folder}" for folder in folders}
-    assert expected | {f"make test-upstream VLLM={release}" for release in releases} == TESTS
+    expected |= {f"make test-upstream VLLM={release}" for release in releases}
+    assert expected == {command for command in TESTS if "-k" not in command}, "-k: a part of a row"
 
 
 BODIES = {"assert True": "kept", "assert False": "broken", "raise KeyboardInterrupt": "broken"}
