@@ -109,8 +109,12 @@ class Advice:
         if not body and (request := load_lines()["request"].search(cause.excerpt)):
             yield f"the message itself asks for it: {escape(request[1])}"
         yield from self._find_value(words)
+        around = "\n".join((*words.split("\n")[:2], self._write_command()))
         for row in [row for row in self._find_rows(words, body) if "try" in row][:_MOST_THREADS]:
-            yield self.fit(f"{_link(row)} reports such an error: {_quote(row)}")
+            joint = row["match"].startswith(r"\A")  # words that may be far from the error
+            unsure = body or (joint and _compile(row["match"], re.I).search(around))
+            such = "a case, which may be yours" if unsure else "an error"
+            yield self.fit(f"{_link(row)} reports such {such}: {_quote(row)}")
         if cause.kind == "installation":
             yield from map(self.fit, self._name_release(cause.excerpt))
         if cause.kind in _SETTINGS_DECIDE:

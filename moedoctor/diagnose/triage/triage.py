@@ -200,8 +200,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     reader = _Reader(lines, notes, facts, advice, redactor, errors.headline[0])
     best: dict[str, Finding] = {}
     for signature in load_signatures():
-        finding = reader.find(signature)
-        if finding:
+        if finding := reader.find(signature):
             best[signature.id] = _choose_surer(best.get(signature.id), finding)
     ordered = sorted(best.values(), key=lambda finding: (-finding.confidence, finding.id))
     findings = tuple(finding for finding in ordered if finding.grade is not Grade.POSSIBLE)
@@ -381,9 +380,8 @@ class _Reader:
         if confidence < _LEAST or not all(map(self._is_any_here, signature.needs)):
             return None
         against = next((_describe(name) for name in signature.unless if name in self.lines), "")
-        misfit = f"the text says that {against}" if against else ""
-        reason = self.facts.explain_exclusion(signature) or misfit
-        if reason:
+        reason = f"the text says that {against}" if against else ""
+        if reason := self.facts.explain_exclusion(signature) or reason:
             if confidence >= _NEAR_MISS:
                 self.misses.setdefault(signature.id, NearMiss(signature.id, line, reason))
             return None

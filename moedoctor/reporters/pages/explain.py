@@ -142,7 +142,8 @@ class Explained:
             page.append(Heading("Claims, and what came out"))
         for claim in self.claims:
             # Several reports of one machine may say the same.
-            outcomes = list(dict.fromkeys((each.machine, _show_verdict(each)) for each in claim.outcomes))
+            verdicts = ((each, filter(None, (each.verdict, each.reason))) for each in claim.outcomes)
+            outcomes = list(dict.fromkeys((each.machine, ": ".join(words)) for each, words in verdicts))
             title = (f"{claim.text} (", Span(claim.source, "source"), ")")
             about = [("about", "; ".join(filter(None, (claim.subject, claim.conditions))))]
             figures = [line for line in (*about, *(outcomes or [("", "not measured yet")])) if line[1]]
@@ -206,10 +207,6 @@ def _find_verdict(claim: Claim) -> str:
     """Return the first verdict on a claim that a machine tested."""
     verdicts = [outcome.verdict for outcome in claim.outcomes]
     return next((verdict for verdict in verdicts if verdict != "untested"), "untested")
-
-
-def _show_verdict(outcome: Outcome) -> str:
-    return f"{outcome.verdict}: {outcome.reason}" if outcome.reason else outcome.verdict
 
 
 def _read_claims(id: str, name: str) -> tuple[Claim, ...]:

@@ -18,8 +18,8 @@ from moedoctor.text import join_some
 _MISSING = 3
 _RELEASE_DECIDES = ("loading_names", "loading_shapes", "quantization", "backend", "installation", "unknown")
 _GPU_DECIDES = ("quantization", "backend", "compile")
-_TOLD = ("wrong_output", "speed", "requests", "draft")
-_COMMAND_DECIDES = ("backend", "memory", "collective", "kernel_fault", "hang", "unknown", *_TOLD)
+_TOLD = ("wrong_output", "speed", "requests", "draft", "question", "arguments")
+_COMMAND_DECIDES = ("backend", "memory", "collective", "kernel_fault", "hang", "unknown", *_TOLD[:4])
 """Classes of errors that this fact makes surer."""
 
 _KINDS = ("findings", "possible", "near_misses")

@@ -220,7 +220,7 @@ def test_the_cause_is_masked_and_bounded() -> None:
 
 TOLD = [*load_yaml("tests.diagnose.triage", "told.yaml")]
 for thread in load_data("threads.yaml")["threads"]:
-    step = thread.get("mends") or f"issues/{thread['thread'].partition('#')[2]} reports such an error"
+    step = thread.get("mends") or f"issues/{thread['thread'].partition('#')[2]} reports such a"
     TOLD += [pytest.param({**each, "try": step}, marks=pytest.mark.slow) for each in thread.get("like", ())]
 
 
