@@ -107,7 +107,7 @@ def triage_page(document: TriageDocument) -> list[Block]:
 
 def _make_page(part: TriageDocument, read: LookedAt) -> list[Block]:
     """Return what one text shows."""
-    page: list[Block] = [_show_finding(finding) for finding in part.findings]
+    page: list[Block] = [_show_finding(finding, read.error) for finding in part.findings]
     if read.error and all(finding.line != read.error.line for finding in part.findings):
         page.insert(0, _show_cause(read.error))
     if not part.findings:
@@ -131,13 +131,14 @@ def _make_page(part: TriageDocument, read: LookedAt) -> list[Block]:
 
 
 def _show_cause(cause: Cause) -> Item:
-    lines: list[tuple[str, Text]] = [("", Span(cause.excerpt, "code"))]
-    if cause.place:
-        lines.append(("raised in", f"{cause.place}{f' ({cause.owner})' if cause.owner else ''}"))
-    if cause.note:
-        lines.append(("but", cause.note))
-    lines += _list_steps(cause.next_step)
+    lines = [("", Span(cause.excerpt, "code")), *_list_place(cause), *_list_steps(cause.next_step)]
     return Item("asked" if cause.kind == "question" else "error", f"line {cause.line}: {cause.says}", lines)
+
+
+def _list_place(cause: Cause, says: str = "") -> list[tuple[str, Text]]:
+    """Return the class of an error, where it was raised, and what of it not to believe."""
+    place = f"{cause.place}{f' ({cause.owner})' if cause.owner else ''}" if cause.place else ""
+    return [row for row in (("error", says), ("raised in", place), ("but", cause.note)) if row[1]]
 
 
 def _list_steps(next_step: str) -> list[tuple[str, Text]]:
@@ -166,23 +167,21 @@ def _describe_settings(settings: Settings) -> list[str]:
 def _list_lacking(part: TriageDocument, read: LookedAt) -> list[str]:
     """Return the facts that would change the answer, and that the text does not have."""
     kind = read.error.kind if read.error else ""
-    sure = any(finding.grade is Grade.CERTAIN for finding in part.findings)
-    undecided = not sure and bool(part.findings or part.possible)
+    if any(finding.grade is Grade.CERTAIN for finding in part.findings):
+        return []
+    undecided = bool(part.findings or part.possible)
+    started = bool(read.settings.shown or read.releases or read.gpus)
     lacking = {
         "the release (`vllm --version`)": not read.releases and (undecided or kind in _RELEASE_DECIDES),
-        "the GPU": not read.gpus and not sure and (bool(part.possible) or kind in _GPU_DECIDES),
+        "the GPU": not read.gpus and (bool(part.possible) or kind in _GPU_DECIDES),
         "the whole command line": not read.settings.shown and (undecided or kind in _COMMAND_DECIDES),
-        "the 30 lines before the error": not sure
-        and read.error is not None
-        and not (read.error.place or kind in _TOLD),
-        "the log up to its last line": read.error is None
-        and bool(read.settings.shown or read.releases or read.gpus)
-        and not (part.findings or part.possible),
+        "the 30 lines before the error": read.error is not None and not (read.error.place or kind in _TOLD),
+        "the log up to its last line": read.error is None and started and not undecided,
     }
     return [fact for fact, is_lacking in lacking.items() if is_lacking]
 
 
-def _show_finding(finding: Finding) -> Item:
+def _show_finding(finding: Finding, error: Cause | None = None) -> Item:
     """Return a failure with its reasons; if the text does not decide, with what would decide it."""
     entry, level = load_entries()[finding.id], "error" if finding.grade is Grade.CERTAIN else "warning"
     title = f"{finding.grade.value}, line {finding.line}: {entry.title}"
@@ -194,6 +193,8 @@ def _show_finding(finding: Finding) -> Item:
         lines += [("likely if", "; ".join(missing))] if missing else []
         return Item(finding.id, title, [*lines, *do, more])
     why = "; ".join(("the line above", *finding.why)) if finding.why else "the line above alone"
+    if error and error.line == finding.line:
+        lines += _list_place(error, error.says if error.kind != "unknown" else "")
     lines += [("why", why), ("releases", finding.releases), *do]
     if hint := record_hint(entry):
         lines.append(("record", hint))

@@ -11,6 +11,7 @@ from moedoctor.diagnose.triage.triage import Finding, Grade, Triage, triage
 from moedoctor.reporters.pages.triage import TriageDocument, triage_page
 from moedoctor.reporters.table import to_text
 from moedoctor.text import load_yaml
+from tests.diagnose.triage.test_lines import messages
 
 
 def read(text: str) -> Triage:
@@ -42,9 +43,11 @@ def test_a_failure_that_the_text_denies_is_a_near_miss(text: str, id: str) -> No
 
 @functools.cache
 def list_lines() -> list[str]:
-    """Return the first lines of the texts that are a finding alone."""
-    rows = load_yaml("tests.diagnose.triage", "lines.yaml")
-    return sorted(line for row in rows if read(line := row["text"].strip().splitlines()[0]).findings)
+    """Return the entries' messages, and the first lines of texts, that are a finding alone; no frames."""
+    texts = [text for _, text in messages()]
+    texts += [row["text"].strip() for row in load_yaml("tests.diagnose.triage", "lines.yaml")]
+    lines = {text.splitlines()[0].replace('"', "'") for text in texts if not text.startswith("File ")}
+    return sorted(line for line in lines if read(line).findings)
 
 
 LINES = st.deferred(lambda: st.sampled_from(list_lines()))
