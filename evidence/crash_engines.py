@@ -59,7 +59,7 @@ CASES = {
     "assertion": Case("at::native::", "PyTorch", after="assertion"),
     "memory": Case(None, after="no_memory"),
     "segfault": Case(None, after="segfault"),
-    "killed": Case(None, after="killed"),
+    "killed": Case(None, after="kill_process"),
 }
 _switches: dict[bool, Any] = {}
 """True for a launch in a CUDA graph -> what is added to its ids."""

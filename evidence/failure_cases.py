@@ -109,7 +109,7 @@ def other_shape(tensors: dict[str, Any], config: dict[str, Any]) -> None:
     tensors["model.layers.0.mlp.experts.0.gate_proj.weight"] = tensors["lm_head.weight"].clone()
 
 
-def swapped(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+def swap_projections(tensors: dict[str, Any], config: dict[str, Any]) -> None:
     for name in [name for name in tensors if "gate_proj" in name]:
         other = name.replace("gate_proj", "up_proj")
         tensors[name], tensors[other] = tensors[other], tensors[name]
@@ -169,7 +169,7 @@ def graph_break() -> None:
     torch.compile(code, fullgraph=True)(torch.zeros(4, device="cuda"))
 
 
-def killed() -> None:
+def kill_process() -> None:
     """End the process as the system does if its memory is full."""
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -222,7 +222,7 @@ def shared_memory() -> None:
     _launch(_large_tiles, 1024, 1024)
 
 
-def misaligned() -> None:
+def load_misaligned() -> None:
     """Load 16 bytes from an address that is no multiple of 16."""
     import torch
 

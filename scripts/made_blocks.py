@@ -290,7 +290,7 @@ def _claims() -> Sequence[Claim]:
         for claim in _claims_of(report):
             answers.setdefault((claim.id, claim.text), []).append(claim._replace(report=file))
     claims: list[Claim] = []
-    for (id, text), document in _asked().items():
+    for (id, text), document in _read_asked_claims().items():
         stored = answers.get((id, text), [])
         tested = [answer for answer in stored if answer.verdict != "untested"]
         about = _about(document)
@@ -300,7 +300,7 @@ def _claims() -> Sequence[Claim]:
 
 
 @functools.cache
-def _asked() -> Mapping[tuple[str, str], ClaimDocument]:
+def _read_asked_claims() -> Mapping[tuple[str, str], ClaimDocument]:
     """Return the claims of others that the scenarios ask about, by the id of the failure and the text."""
     files = (ROOT / "scenarios").rglob("*.yaml")
     scenarios = sorted((yaml.safe_load(file.read_bytes()) for file in files), key=lambda data: data["id"])
@@ -323,7 +323,7 @@ def _claims_of(report: Mapping[str, Any]) -> Iterator[Claim]:
     """
     for scenario in report.get("scenarios") or ():
         for claim in scenario["claims"]:
-            document = _asked().get((scenario["id"], claim["text"]))
+            document = _read_asked_claims().get((scenario["id"], claim["text"]))
             if document is not None:
                 gpu = report["environment"].get("gpu")
                 verdict, figures = document.qualify(ClaimVerdict(claim["verdict"]), claim.get("reason"), gpu)

@@ -50,7 +50,7 @@ def ran_with(report: Mapping[str, Any]) -> set[str]:
         return {"record"} if same and "MOEDOCTOR_RECORD" in record["environment"] else set()
     if report["command"] == "bench":
         engines = (report["bench"].get("engines") or {}).get("engines", ())
-        return _named(
+        return _find_extensions(
             " ".join(row["settings"] for row in engines if not (row.get("failed") or row.get("wrong")))
         )
     if report["command"] != "run":
@@ -66,14 +66,14 @@ def ran_with(report: Mapping[str, Any]) -> set[str]:
             decided = claim["verdict"] != "untested" and any("error" not in row for row in rows)
             file = ENGINES / Path(scenario.get("file") or "").name
             if decided and file.is_file():
-                ran |= _named(file.read_text("utf-8"))
+                ran |= _find_extensions(file.read_text("utf-8"))
             # An engine counted layers that `moe` computed, whatever became of the engines beside it.
             if any(row.get("layers_by_moedoctor") and row["outcome"] == "same tokens" for row in rows):
                 ran.add("moe")
     return ran
 
 
-def _named(text: str) -> set[str]:
+def _find_extensions(text: str) -> set[str]:
     """Return the extensions that variables in `text` name."""
     values = re.findall(r"\bMOEDOCTOR_(?:FIXES|TRACE)=([\w,]+)", text)
     named = {name for value in values for name in value.split(",")}

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _TEXTS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """File of the repository -> its page."""
 _MADE = re.compile(r"(?:entries/\w+|symptoms|commands)\.md")
-"""The pages of `_made`, to which files in docs/ may link."""
+"""The pages of `_make_pages`, to which files in docs/ may link."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _CODE = re.compile(r"(^ *```.*?^ *```[ ]*$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`\n]+)`")
@@ -69,9 +69,9 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         content = (ROOT / source).read_bytes()
         is_text = page.endswith(".md")
         files.append(
-            File.generated(config, page, content=_linked(content.decode(), source) if is_text else content)
+            File.generated(config, page, content=_relink(content.decode(), source) if is_text else content)
         )
-    for name, text in _made().items():
+    for name, text in _make_pages().items():
         files.append(File.generated(config, name, content=text))
     return files
 
@@ -79,7 +79,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Make the links of the files in docs/ lead to pages."""
     source = page.file.src_uri
-    return markdown if page.file.generated_by else _linked(markdown, f"docs/{source}")
+    return markdown if page.file.generated_by else _relink(markdown, f"docs/{source}")
 
 
 def _sources() -> Mapping[str, str]:
@@ -96,7 +96,7 @@ def _report_name(path: str) -> str:
     return text.splitlines()[0].lstrip("# ")
 
 
-def _linked(text: str, source: str) -> str:
+def _relink(text: str, source: str) -> str:
     """Return the Markdown of the file `source` with links between pages of the site."""
     sources = _sources()
     here = posixpath.dirname(sources.get(source, source.removeprefix("docs/")))
@@ -143,7 +143,7 @@ def _with_lists(text: str) -> str:
     return "\n".join(lines)
 
 
-def _made() -> Mapping[str, str]:
+def _make_pages() -> Mapping[str, str]:
     pages = {f"entries/{entry.id}.md": _entry_page(entry) for entry in load_entries().values()}
     return {
         **pages,

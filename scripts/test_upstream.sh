@@ -15,7 +15,7 @@ for release in ${VLLM:-$(vllm_releases)}; do
     vllm_folder "$release"
     say "vllm $release, flashinfer-python $(pinned "$home/releases/$release" flashinfer-python)"
     # Python finds packages and their metadata there first. The files without such tests would be collected for a minute.
-    PYTHONPATH="$(pwd)/$home/releases/$release" "$home/bin/python" -m pytest -m "upstream and not slow" ${ARGS:-} \
+    PYTHONPATH="$(pwd)/$home/releases/$release" "$home/bin/python" -m pytest -m upstream ${ARGS:-} \
         $(grep -rl --include='test_*.py' mark.upstream tests) || failed="$failed $release"
 done
 [ -z "$failed" ] || fail "failed with vllm$failed"

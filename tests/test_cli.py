@@ -162,22 +162,25 @@ def test_github_format_writes_the_step_summary(tmp_path, moedoctor, monkeypatch)
     assert "MD901" in summary.read_text()
 
 
-def _list_commands(group: Any) -> list[Any]:
-    inner = getattr(group, "commands", {})
-    return [found for each in inner.values() for found in (_list_commands(each) or [each])]
+COMMANDS: list[tuple[str, Any]] = [("moedoctor", typer.main.get_command(app))]
+for _name, _group in COMMANDS:  # which grows by the commands of each group
+    COMMANDS += [(f"{_name} {word}", each) for word, each in getattr(_group, "commands", {}).items()]
 
 
-COMMANDS = _list_commands(typer.main.get_command(app))
+def test_commands_and_options_are_those_of_the_list() -> None:
+    for (name, command), line in zip(COMMANDS, (TESTS / "options.txt").read_text().splitlines(), strict=True):
+        words = [opt for each in command.params for opt in each.opts + each.secondary_opts if opt[0] == "-"]
+        assert " ".join([f"{name}:", *words]) == line
 
 
 def test_every_command_that_prints_can_write_to_a_file_instead() -> None:
-    without = [each.name for each in COMMANDS if not any("--output" in option.opts for option in each.params)]
-    assert without == ["copy"]  # which writes the file that it names
+    without = [name for name, each in COMMANDS if not any("--output" in opt.opts for opt in each.params)]
+    assert without[2:] == ["moedoctor capsule copy"]  # which writes the file that it names; groups are first
 
 
 def test_no_value_has_the_name_of_its_option() -> None:
     """Typer 0.27 would name the option like its value, in capitals."""
-    options = [(command.name, option) for command in COMMANDS for option in command.params]
+    options = [(command.name, option) for _, command in COMMANDS for option in command.params]
     named = [(command, option) for command, option in options if option.metavar == option.name.upper()]
     assert not [each for each in named if len(each[1].opts) == 1 and each[1].opts[0].startswith("--")]
 

@@ -11,7 +11,6 @@ import pytest
 from every_command import explain_refusal
 
 from moedoctor.cli import main
-from moedoctor.entries import load_entries
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -129,8 +128,8 @@ def test_guides_and_news_are_short() -> None:
     assert all({"## When to use it", "## When it fails"} <= set(text.splitlines()) for text in texts)
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert len(re.split(r"^## ", changes, flags=re.MULTILINE)[1].splitlines()) <= 40
-    for entry in load_entries().values():
-        assert len(" ".join((entry.mechanism, entry.affected, entry.detection, entry.fix)).split()) <= 450
+    for file in (ROOT / "moedoctor" / "entries").glob("*.md"):
+        assert len(file.read_text(encoding="utf-8").split("\n---\n", 1)[1].split()) <= 450, file.name
 
 
 def test_figures_of_guides_stand_in_made_blocks() -> None:

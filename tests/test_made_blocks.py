@@ -48,7 +48,7 @@ def store(blocks: ModuleType, name: str, **document: Any) -> None:
     folder = blocks.ROOT / "reports" / "nvidia-h200-vllm-0.33.0"
     whole = {"command": "run", "environment": ENVIRONMENT, "scenarios": [], **document}
     (folder / f"{name}.json").write_text(json.dumps(whole))
-    for function in (blocks._read, blocks._reports, blocks._claims, blocks._asked):
+    for function in (blocks._read, blocks._reports, blocks._claims, blocks._read_asked_claims):
         function.cache_clear()
 
 

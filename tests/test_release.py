@@ -63,7 +63,7 @@ def test_rows_that_are_taken_out_and_put_back_are_the_same(file: str, tables: An
 
 def test_values_are_read_where_a_release_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "A = Literal['x', BTypes]\nBTypes = Literal['y']\nclass C(Enum):\n    D = 1\nE = {'f': 1}"
-    read = load_script("release/settings", monkeypatch).listed_values
+    read = load_script("release/settings", monkeypatch).list_values
     assert [name for place in "ACE" for name, _ in read(ast.parse(code), place)] == ["x", "y", "D", "f"]
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from backends import RELEASES, list_differences, pinned, write_backends
+from backends import RELEASES, list_differences, read_pins, write_backends
 from packaging.version import Version
 from patches import write_patches
 from ranges import write_ranges
@@ -73,7 +73,7 @@ def make_tables(folder: Path, releases: Sequence[str], *, names: bool) -> Iterat
         place = "moedoctor/fixes/backends/data/handwritten.yaml"
         yield f"person: {place}: {len(different)} selections of {folder.name} differ, such as {different[0]}"
     pins = dict.fromkeys(row.flashinfer for row in release_tables.load_releases().values())
-    write_settings(folder, pinned(folder)["flashinfer-python"], releases, list(pins))
+    write_settings(folder, read_pins(folder)["flashinfer-python"], releases, list(pins))
     write_json(ANSWERS, ask_questions(folder), levels=1)
     load_answers.cache_clear()
     try:
@@ -108,7 +108,7 @@ def ask_questions(folder: Path) -> dict[str, dict[str, str]]:
     inquiry, stored, flashinfer = (
         Inquiry(ReleaseSource(folder)),
         read_json(ANSWERS),
-        pinned(folder)["flashinfer-python"],
+        read_pins(folder)["flashinfer-python"],
     )
     answers: dict[str, dict[str, str]] = {}
     for name, question in list_questions():

@@ -57,7 +57,7 @@ def write_backends(folder: Path, answers: Mapping[str, Any], releases: Sequence[
         write_json(OUT / f"{scheme}.json", table)
 
 
-def pinned(folder: Path) -> dict[str, str]:
+def read_pins(folder: Path) -> dict[str, str]:
     metadata = next(folder.glob("vllm-*.dist-info/METADATA")).read_text(encoding="utf-8")
     return dict(re.findall(r"^Requires-Dist: ([\w-]+)(?:\[\w+\])?==([\w.]+)\s*$", metadata, re.MULTILINE))
 
@@ -80,7 +80,7 @@ class Release:
         self.grids = {scheme: self._grid(answers["automatic"][scheme]) for scheme in ORACLES}
 
     def about(self) -> dict[str, Any]:
-        pins = pinned(self.folder)
+        pins = read_pins(self.folder)
         optional = {
             "deep_gemm": (self.folder / "vllm" / "third_party" / "deep_gemm").is_dir(),
             "flashinfer": "flashinfer-python" in pins,
@@ -116,7 +116,7 @@ class Release:
         source = next((self.lines[each] for each in names if each in self.lines), "")
         for order, points in sorted(by_order.items(), key=lambda item: -len(item[1])):
             for box in boxes(points, frozenset(points), axes):
-                yield {"order": list(order), **self._packed(box), "source": source}
+                yield {"order": list(order), **self._pack_sides(box), "source": source}
 
     def flags(self, scheme: str) -> Iterable[dict[str, Any]]:
         """Yield what --moe-backend is taken for: the backends it leads to; none where it changes nothing."""
@@ -139,11 +139,11 @@ class Release:
                 row = {"flag": flag, "ignored": True, "source": source}
             elif not backends:
                 row = {"flag": flag, "refused": min(errors), "source": source}
-            elif self.batched(scheme, grid):
+            elif self.brings_batching(scheme, grid):
                 row["batched"] = True
             yield row
 
-    def batched(self, scheme: str, grid: Mapping[Any, tuple[list[Any], dict[str, Any]]]) -> bool:
+    def brings_batching(self, scheme: str, grid: Mapping[Any, tuple[list[Any], dict[str, Any]]]) -> bool:
         """Return True if the flag brings the activation format that a kernel of its own lacks by itself."""
         for point, (answers, _) in grid.items():
             lacking = [each[:2] for each in self.grids[scheme][point][0] if kind(each[3]) == "format"]
@@ -169,19 +169,19 @@ class Release:
                         answers[backend, kernel][point] = kind(reason)
         for (backend, kernel), points in answers.items():
             row = predicates(points)
-            then = [{**self._packed(each), "reason": each["reason"]} for each in row.pop("then", ())]
+            then = [{**self._pack_sides(each), "reason": each["reason"]} for each in row.pop("then", ())]
             needs = self.answers["needs"][scheme].get(f"{backend}/{kernel}", [])
             yield {
                 "backend": backend,
                 "kernel": kernel,
-                **self._packed(row),
+                **self._pack_sides(row),
                 "ungated": row["ungated"],
                 **({"then": then} if then else {}),
                 **({"needs": needs} if needs else {}),
                 "source": self.lines.get(kernel, ""),
             }
 
-    def _packed(self, row: Mapping[str, Any]) -> dict[str, str]:
+    def _pack_sides(self, row: Mapping[str, Any]) -> dict[str, str]:
         capabilities = list(dict.fromkeys(point[0] for point in self.grids["nvfp4"]))
         axes = {
             "devices": capabilities,
@@ -311,7 +311,7 @@ def boxes(
     names = ("capabilities", "parallel", "activations")
     while left:
         seed = min(left, key=lambda p: tuple(axis.index(value) for axis, value in zip(axes, p, strict=True)))
-        grown = [_grown(seed, order, allowed, axes) for order in itertools.permutations(range(3))]
+        grown = [_grow(seed, order, allowed, axes) for order in itertools.permutations(range(3))]
         best = max(
             grown, key=lambda sides: (len(left & set(itertools.product(*sides))), sum(map(len, sides)))
         )
@@ -321,7 +321,7 @@ def boxes(
     return cover
 
 
-def _grown(
+def _grow(
     seed: Point, order: Sequence[int], allowed: frozenset[Point], axes: Sequence[Sequence[str]]
 ) -> list[tuple[str, ...]]:
     sides: list[tuple[str, ...]] = [(value,) for value in seed]

@@ -63,8 +63,8 @@ def main() -> None:
     for scheme in SCHEMES:
         for flag in flags:
             if flag != "auto":
-                on_request[scheme][flag] = requested(oracle, scheme, flag, automatic[scheme], numbers)
-    needs = {scheme: needed(oracle, scheme, [flag for flag in flags if flag != "auto"]) for scheme in SCHEMES}
+                on_request[scheme][flag] = ask_flag(oracle, scheme, flag, automatic[scheme], numbers)
+    needs = {name: find_needs(oracle, name, [flag for flag in flags if flag != "auto"]) for name in SCHEMES}
     answers = json.dumps(
         {
             "activations": oracle.list_activations(),
@@ -90,7 +90,7 @@ def main() -> None:
     print(f"ANSWER {answers}")
 
 
-def requested(oracle: Oracle, scheme: str, flag: str, automatic: list[list[Any]], numbers: Texts) -> Any:
+def ask_flag(oracle: Oracle, scheme: str, flag: str, automatic: list[list[Any]], numbers: Texts) -> Any:
     """Return the flag's answers: at a few points where those kernels are in the automatic order too, else
     everywhere."""
     texts = list(numbers)
@@ -135,7 +135,7 @@ def plain(answer: Answer) -> list[Any]:
     return [answer.backend, answer.kernel, answer.supported, answer.reason]
 
 
-def needed(oracle: Oracle, scheme: str, flags: list[str]) -> dict[str, list[str]]:
+def find_needs(oracle: Oracle, scheme: str, flags: list[str]) -> dict[str, list[str]]:
     """Kernel -> the optional libraries without which it is not supported anywhere that it was."""
     layers = [
         Layer(scheme, activation, ep, dp, flag)
@@ -145,7 +145,7 @@ def needed(oracle: Oracle, scheme: str, flags: list[str]) -> dict[str, list[str]
         if activation in oracle.list_activations()
     ]
 
-    def supported() -> set[tuple[Any, ...]]:
+    def list_supported() -> set[tuple[Any, ...]]:
         triples = set()
         for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
             oracle.substitute.use(capability)
@@ -155,11 +155,11 @@ def needed(oracle: Oracle, scheme: str, flags: list[str]) -> dict[str, list[str]
                         triples.add((capability, layer, answer.backend, answer.kernel))
         return triples
 
-    everything = supported()
+    everything = list_supported()
     needs: dict[str, list[str]] = {}
     for library in LIBRARIES:
         oracle.substitute.pretend({library: False})
-        without = supported()
+        without = list_supported()
         oracle.substitute.pretend({library: True})
         for _, _, backend, kernel in everything - without:
             libraries = needs.setdefault(f"{backend}/{kernel}", [])

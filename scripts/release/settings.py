@@ -103,18 +103,18 @@ def moe_variables(root: Path) -> dict[str, str]:
 
 
 def all_variables(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    declared = dict(declared_variables(release / "vllm" / "envs.py"))
+    declared = dict(read_declarations(release / "vllm" / "envs.py"))
     yield from declared.items()
     for path, tree in trees(release / "vllm", "VLLM_"):
         if path == "vllm/envs.py":
             continue
-        for name, line in named(tree, NAMES["VLLM"]):
+        for name, line in find_names(tree, NAMES["VLLM"]):
             if name not in declared:
                 declared[name] = {}
                 yield name, {"kind": "elsewhere", "source": f"{path}:{line}"}
 
 
-def named(tree: ast.Module, pattern: re.Pattern[str]) -> Iterator[tuple[str, int]]:
+def find_names(tree: ast.Module, pattern: re.Pattern[str]) -> Iterator[tuple[str, int]]:
     """Names that are looked up in the environment: an argument of get or getenv, an index, the left side of
     `in`."""
     for node in ast.walk(tree):
@@ -136,7 +136,7 @@ def named(tree: ast.Module, pattern: re.Pattern[str]) -> Iterator[tuple[str, int
                 yield expression.value, node.lineno
 
 
-def declared_variables(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_declarations(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     table = next(
         node.value
@@ -232,7 +232,7 @@ def load(file: Path) -> types.ModuleType:
 def flashinfer_variables(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     sources: dict[str, str] = {}
     for path, tree in trees(release / "flashinfer", "FLASHINFER_"):
-        for name, line in named(tree, NAMES["FLASHINFER"]):
+        for name, line in find_names(tree, NAMES["FLASHINFER"]):
             sources.setdefault(name, f"{path}:{line}")
     for file in sorted((release / "flashinfer" / "data").rglob("*")):
         if file.suffix in {".cu", ".cuh", ".h", ".hpp", ".cpp", ".cc"} and file.is_file():
@@ -255,11 +255,11 @@ def values(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Give the values of flags whose values have names, as ``--tool-call-parser glm47``."""
     for flag, (file, place) in VALUES.items():
         tree = ast.parse((release / file).read_text(encoding="utf-8"))
-        for name, line in listed_values(tree, place):
+        for name, line in list_values(tree, place):
             yield f"{flag} {name}", {"source": f"{file}:{line}"}
 
 
-def listed_values(tree: ast.Module, place: str) -> Iterator[tuple[str, int]]:
+def list_values(tree: ast.Module, place: str) -> Iterator[tuple[str, int]]:
     """Give the keys of a dictionary, the members of an Enum, or the strings of a Literal."""
     found = find_place(tree, place)
     if isinstance(found, ast.ClassDef):
@@ -273,4 +273,4 @@ def listed_values(tree: ast.Module, place: str) -> Iterator[tuple[str, int]]:
         if isinstance(part, ast.Constant) and isinstance(part.value, str):
             yield part.value, part.lineno
         elif isinstance(part, ast.Name) and part.id.endswith("Types"):
-            yield from listed_values(tree, part.id)
+            yield from list_values(tree, part.id)
