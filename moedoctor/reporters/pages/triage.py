@@ -120,9 +120,8 @@ def _make_page(part: TriageDocument, read: LookedAt) -> list[Block]:
             page.append(Item(miss.id, title, [("", miss.reason)]))
     parts = [f"{count_of(read.bytes, 'byte')} were read", _describe_releases(read)]
     parts.append(f"GPU: {join_some(read.gpus, 4)}" if read.gpus else "no GPU")
-    parts.append(
-        f"MoE backend: {join_some(read.moe_backends, 4)}" if read.moe_backends else "no MoE backend of vLLM"
-    )
+    backends = join_some(read.moe_backends, 4)
+    parts.append(f"MoE backend: {backends}" if backends else "no MoE backend of vLLM")
     parts += _describe_settings(read.settings)
     page.append(Paragraph(f"Looked at: {'; '.join(parts)}."))
     if lacking := _list_lacking(part, read):

@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
@@ -162,15 +162,16 @@ def make_headers(words: Sequence[str]) -> tuple[dict[str, Any], str]:
 
 
 def fork_ranks(run: Callable[[int], _Rank], ranks: Sequence[int]) -> list[_Rank]:
-    """Return what `run` answers for each rank: the first one here, the others in forks at the same time."""
-    first, *others = ranks
-    if not others:
-        return [run(first)]
-    workers = max(1, min(len(others), (os.cpu_count() or 1) - 1))
+    """Return what `run` answers for each rank: the first here, others in forks, or here if a fork died."""
+    rows: list[_Rank] = []
+    workers = max(1, min(len(ranks), os.cpu_count() or 1) - 1)
     # A fork has the functions and objects of this process, which cannot be sent to another one.
-    with ProcessPoolExecutor(workers, get_context("fork"), _RUN.append, (run,)) as pool:
-        answers = pool.map(_run_rank, others)
-        return [run(first), *answers]
+    pool = ProcessPoolExecutor(workers, get_context("fork"), _RUN.append, (run,))
+    with pool, contextlib.suppress(BrokenExecutor):  # a fork may be ended, or die beside threads
+        answers = pool.map(_run_rank, ranks[1:])
+        rows.append(run(ranks[0]))
+        rows.extend(answers)
+    return rows + [run(rank) for rank in ranks[len(rows) :]]
 
 
 _RUN: list[Callable[[int], _Rank]] = []

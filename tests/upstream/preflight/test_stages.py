@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,8 +153,7 @@ def test_the_first_rank_is_asked_here_and_the_others_in_forks() -> None:
     rows = [row for row, _, _ in fork_ranks(run, [0, 3, 7])]
     assert [row["rank"] for row in rows] == [0, 3, 7]
     assert [row["process"] == parent for row in rows] == [True, False, False]
-    with pytest.raises(BrokenProcessPool):
-        fork_ranks(run, [0, 9])
+    assert [row["process"] == parent for row, _, _ in fork_ranks(run, [0, 9])] == [True, True]
 
 
 def test_errors_name_the_layer_or_the_tensor_that_was_read() -> None:
