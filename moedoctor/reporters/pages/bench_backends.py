@@ -52,8 +52,8 @@ def list_blocks(figures: Figures, *, full: bool = False) -> list[Block]:
         if rest := list(dict.fromkeys(_describe_untimed(row) for row in own if "time_us" not in row)):
             page.append(Bullets(rest))
     if "tuned" in figures:
-        page.append(Bullets([f"written: {name}" for name in figures["tuned"]]))
-        page.append(Paragraph("VLLM_TUNED_CONFIG_FOLDER names the folder of these files to vLLM."))
+        written = [f"written: {name}; VLLM_TUNED_CONFIG_FOLDER names its folder" for name in figures["tuned"]]
+        page.append(Bullets(written or ["nothing is written: no tiles found are 2 % faster than vLLM's"]))
     page.append(Bullets(list(_list_remarks(figures))))
     return page
 

@@ -128,9 +128,10 @@ def test_tiles_are_written_beside_those_of_other_numbers_of_tokens(tmp_path, mon
     written = json.loads((tmp_path / name).read_text())
     assert written == {"1": tiles["found"], "64": {"BLOCK_SIZE_M": 64}}
     shown = capsys.readouterr().out
-    assert "1.50" in shown
-    assert "num_warps 8" in shown
-    assert f"written: {name}" in shown
+    assert all(part in shown for part in ("1.50", "num_warps 8", f"written: {name}"))
+    measured(monkeypatch, row | {"tiles": tiles | {"ratio": 1.01, "file_name": "other"}})
+    assert bench("--backend", "TRITON,OURS", "--device", "cpu", "--tune", str(tmp_path), *TINY) == 0
+    assert "nothing is written" in capsys.readouterr().out
 
 
 def test_tiles_of_a_backend_without_such_files_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
