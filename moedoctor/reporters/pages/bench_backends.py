@@ -53,7 +53,7 @@ def list_blocks(figures: Figures, *, full: bool = False) -> list[Block]:
             page.append(Bullets(rest))
     if "tuned" in figures:
         written = [f"written: {name}; VLLM_TUNED_CONFIG_FOLDER names its folder" for name in figures["tuned"]]
-        page.append(Bullets(written or ["nothing is written: no tiles found are 2 % faster than vLLM's"]))
+        page.append(Bullets(written or ["no file is written: no tiles tried are 2 % faster than vLLM's"]))
     page.append(Bullets(list(_list_remarks(figures))))
     return page
 

@@ -131,7 +131,7 @@ def test_tiles_are_written_beside_those_of_other_numbers_of_tokens(tmp_path, mon
     assert all(part in shown for part in ("1.50", "num_warps 8", f"written: {name}"))
     measured(monkeypatch, row | {"tiles": tiles | {"ratio": 1.01, "file_name": "other"}})
     assert bench("--backend", "TRITON,OURS", "--device", "cpu", "--tune", str(tmp_path), *TINY) == 0
-    assert "nothing is written" in capsys.readouterr().out
+    assert "no file is written" in capsys.readouterr().out
 
 
 def test_tiles_of_a_backend_without_such_files_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
