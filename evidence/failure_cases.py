@@ -115,6 +115,27 @@ def swap_projections(tensors: dict[str, Any], config: dict[str, Any]) -> None:
         tensors[name], tensors[other] = tensors[other], tensors[name]
 
 
+def join_experts(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    """Stack the experts of each layer: gate and up [E, 2I, H], down [E, H, I]."""
+    import torch
+
+    for name in [name for name in tensors if "experts.0.gate_proj" in name]:
+        prefix = name.partition("0.gate_proj")[0]
+        parts: dict[str, list[Any]] = {"gate": [], "up": [], "down": []}
+        for expert in range(config["num_experts"]):
+            for part, each in parts.items():
+                each.append(tensors.pop(f"{prefix}{expert}.{part}_proj.weight"))
+        gate, up, down = map(torch.stack, parts.values())
+        tensors[f"{prefix}gate_up_projection"] = torch.cat([gate, up], 1)
+        tensors[f"{prefix}down_projection"] = down
+
+
+def narrow_experts(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    config["moe_intermediate_size"] = 80
+    for name in [name for name in tensors if ".experts." in name and name.endswith(".weight")]:
+        tensors[name] = tensors[name].narrow(1 if "down_proj" in name else 0, 0, 80)
+
+
 # What breaks after the engine has started.
 
 

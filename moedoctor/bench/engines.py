@@ -8,6 +8,7 @@ Engines start one after another, in each round in turn, because a server's model
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -195,7 +196,10 @@ def make_request(plan: Plan, variant: Variant, meet: str | None = None) -> Engin
             "MOEDOCTOR_FIXES": "",
             **variant.environ,
         },
-        flags=variant.flags,
+        flags=tuple(
+            os.path.abspath(word) if flag == "--model" else word  # the child is in another folder
+            for flag, word in itertools.pairwise(("", *variant.flags))
+        ),
         max_tokens=1,
         probe="moedoctor.upstream.engine.decode_speed:measure_engine",
         probe_options={

@@ -1,5 +1,6 @@
 """`bench --engine`: variants are read, engines compared and timed, with a stand-in for vLLM."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -193,10 +194,13 @@ def test_memory_that_weights_leave_goes_to_the_kv_cache(tiny: Path) -> None:
 
 def test_what_the_user_set_for_vllm_holds_in_every_engine(tiny, monkeypatch):
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
-    variant = Variant("x", {"A": "1", "MOEDOCTOR_FIXES": "offload"}, ("--enforce-eager",))
+    variant = Variant("x", {"A": "1", "MOEDOCTOR_FIXES": "offload"}, ("--enforce-eager", "--model", "other"))
     request = make_request(plan(tiny, arguments={"max_model_len": 64}), variant)
     assert request.environ == {"VLLM_USE_DEEP_GEMM": "1", "A": "1", "MOEDOCTOR_FIXES": "offload"}
-    assert (request.arguments["max_model_len"], request.flags) == (64, ("--enforce-eager",))
+    assert request.arguments["max_model_len"] == 64
+    assert request.flags == ("--enforce-eager", "--model", os.path.abspath("other")), (
+        "a child has other folders"
+    )
     assert request.arguments["skip_tokenizer_init"] is True
     (tiny / "tokenizer.json").write_text("{}")
     assert make_request(plan(tiny), BASE).arguments["skip_tokenizer_init"] is False

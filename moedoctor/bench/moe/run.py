@@ -150,6 +150,7 @@ def measure_requested(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """In the child: yield an event for each step. After an error the numbers of tokens after it go on."""
     import torch
 
+    from moedoctor.bench.harness_cost import measure_harness_cost
     from moedoctor.bench.roofline import Roofline, measure_roofline
 
     device = str(request["device"])
@@ -158,7 +159,10 @@ def measure_requested(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if "roofline" not in request:
         yield {"event": "roofline", **asdict(measure_roofline(device))}
         if device.startswith("cuda"):
-            yield {"event": "harness", **_measure_harness(device)}
+            try:
+                yield {"event": "harness", **measure_harness_cost(device)}
+            except ImportError as error:
+                yield {"event": "harness", "not_measured": str(error)}
         return
     roofline = Roofline(**request["roofline"])
     for index, data in enumerate(request["tasks"]):
@@ -192,15 +196,6 @@ def _measure(
             raise SystemExit(1) from None  # the context is lost; the parent goes on in another child
         return task.tokens[begun:] if begun else ()  # without its layer no point can be measured
     return ()
-
-
-def _measure_harness(device: str) -> Mapping[str, Any]:
-    from moedoctor.bench.harness_cost import measure_harness_cost
-
-    try:
-        return measure_harness_cost(device)
-    except ImportError as error:
-        return {"not_measured": str(error)}
 
 
 if __name__ == "__main__":

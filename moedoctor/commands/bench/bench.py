@@ -78,7 +78,7 @@ from moedoctor.commands.pages import deliver_document
     variant=option(
         "NAME='VAR=VALUE … --flag …'",
         "An engine with these variables and flags of vllm serve, with --engine; may be repeated. The "
-        "others are compared with the first.",
+        "others, also with a --model of their own, are compared with the first.",
     ),
     reference="Also compare tokens with MoE layers computed in float32, with --engine.",
     control="Also give each engine wrong experts, which its tokens must show, with --engine.",

@@ -106,7 +106,7 @@ def _read_flags(flags: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"vLLM's parser refuses {shlex.join(flags)}: {message}")
 
     parser.error = refuse
-    return {name: value for name, value in vars(parser.parse_args(list(flags))).items() if name != "model"}
+    return dict(vars(parser.parse_args(list(flags))))
 
 
 def _look(response: dict[str, Any], probe: Callable[[], Any]) -> Generator[None, None, Any]:

@@ -179,7 +179,7 @@ def test_flags_are_read_by_vllms_parser_and_replace_arguments(monkeypatch: pytes
     assert child._read_flags([]) == {}
     assert child._read_flags(["--enforce-eager"]) == {"enforce_eager": True}
     given = child._read_flags(["--gpu-memory-utilization", "0.92", "--model", "another"])
-    assert given == {"gpu_memory_utilization": 0.92}
+    assert given == {"gpu_memory_utilization": 0.92, "model": "another"}
     with pytest.raises(ValueError, match="vLLM's parser refuses --nonsense: "):
         child._read_flags(["--nonsense"])
 
