@@ -22,6 +22,7 @@ from typing import Any
 
 from moedoctor.plugin.extensions import FIXES, TRACES, Extension, Need, read_choice
 from moedoctor.plugin.register import RECORD
+from moedoctor.redaction import strip_folders
 from moedoctor.upstream.engine import clear_prompts
 from moedoctor.upstream.engine.clear_prompts import Answers, Comparison
 from moedoctor.upstream.engine.engine import ENVIRON, EngineRequest, EngineResult, run_engine
@@ -327,7 +328,7 @@ def _describe(
     first = results[0]
     facts: dict[str, Any] = {
         "variant": variant.name,
-        "settings": str(variant),
+        "settings": strip_folders(str(variant)),
         "moe_backend": first.log.moe_backend or "",
         "starts": len(results),
     }

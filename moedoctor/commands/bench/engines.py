@@ -27,7 +27,7 @@ from moedoctor.models.config_fields import ConfigError
 from moedoctor.models.presets import find_model
 from moedoctor.origin import record_origin
 from moedoctor.plugin.extensions import FIXES
-from moedoctor.redaction import Redactor
+from moedoctor.redaction import Redactor, strip_folders
 from moedoctor.reporters.output import show_progress
 from moedoctor.reporters.pages.bench import Bench
 from moedoctor.text import print_message, shorten
@@ -146,7 +146,7 @@ def measure(plan: engines.Plan) -> Bench:
         rows = [engines.drop_empty(_add_planned_peak(row, model)) for row in measured.engines]
     redactor = Redactor.from_this_process()
     figures = {
-        "model": redactor.mask(str(plan.model)),
+        "model": strip_folders(redactor.mask(str(plan.model))),
         "tokens": plan.tokens,
         "arguments": redactor.record(dict(plan.arguments)),
         "together": plan.together,
