@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 from moedoctor.processes.ask import answer
 from moedoctor.results import to_plain
@@ -145,11 +146,8 @@ def _watch_loading(response: dict[str, Any]) -> Iterator[None]:
             response["load_peak"] = int(cuda.max_memory_allocated() - cuda.memory_allocated())
         return model
 
-    loader.load_model = load_model
-    try:
+    with mock.patch.object(loader, "load_model", load_model):
         yield
-    finally:
-        loader.load_model = load
 
 
 @contextlib.contextmanager

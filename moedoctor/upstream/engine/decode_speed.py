@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from moedoctor.upstream.engine.clear_prompts import LOGPROBS, TOKENS, Prompt
 from moedoctor.upstream.engine.probes import get_model
@@ -236,9 +237,7 @@ def _record_events(methods: Callable[[], Sequence[tuple[Any, str]]]) -> Iterator
 
     with ExitStack() as stack:
         for owner, name in methods() if torch.cuda.is_available() else ():
-            original = getattr(owner, name)
-            stack.callback(setattr, owner, name, original)
-            setattr(owner, name, time_calls(original))
+            stack.enter_context(mock.patch.object(owner, name, time_calls(getattr(owner, name))))
         yield pairs
 
 

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -264,21 +265,15 @@ def _run_model(
                 answer["adapters"] = load_adapters(model, config, arguments, stored)
 
 
-@contextlib.contextmanager
-def use_draft_backend(config: Any) -> Iterator[None]:
+def use_draft_backend(config: Any) -> contextlib.AbstractContextManager[Any]:
     """Give the draft model the MoE backend of its own that --speculative-config names, as vLLM does.
 
     Up to 0.18.1 there is no such field. Model runner V2 reads it from 0.30.0 on (MD030).
     """
     own = getattr(config.speculative_config, "moe_backend", None)
-    of_target = getattr(config.kernel_config, "moe_backend", None)
-    if own is not None:
-        config.kernel_config.moe_backend = own
-    try:
-        yield
-    finally:
-        if own is not None:
-            config.kernel_config.moe_backend = of_target
+    if own is None:
+        return contextlib.nullcontext()
+    return mock.patch.object(config.kernel_config, "moe_backend", own)
 
 
 def count_bytes(model: Any) -> int:

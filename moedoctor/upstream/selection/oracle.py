@@ -166,11 +166,8 @@ def _listen(module: Any, answers: list[Answer], *, to_the_end: bool) -> Iterator
             return _Listener(backend.value, kernels, answers, to_the_end)
         return [_Listener(backend.value, kernel, answers, to_the_end) for kernel in kernels]
 
-    module.backend_to_kernel_cls = listen
-    try:
+    with mock.patch.object(module, "backend_to_kernel_cls", listen):
         yield
-    finally:
-        module.backend_to_kernel_cls = original
 
 
 class _Listener:
