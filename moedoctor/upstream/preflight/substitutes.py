@@ -189,22 +189,15 @@ def _make_driver(gpu: Gpu) -> Any:
         "warpSize": properties.warp_size,
     }
 
-    class Driver:
-        utils = types.SimpleNamespace(get_device_properties=lambda device: facts)
-
-        def get_current_target(self) -> Any:
-            return GPUTarget("cuda", 10 * gpu.capability[0] + gpu.capability[1], 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_device_interface(self) -> Any:
-            return torch.cuda
-
-        def get_active_torch_device(self) -> torch.device:
-            return torch.device("cuda", 0)
-
-    return Driver
+    answers: dict[str, Callable[[Gpu], Any]] = {
+        "get_current_target": lambda gpu: GPUTarget("cuda", 10 * gpu.capability[0] + gpu.capability[1], 32),
+        "get_current_device": lambda gpu: 0,
+        "get_device_interface": lambda gpu: torch.cuda,
+        "get_active_torch_device": lambda gpu: torch.device("cuda", 0),
+    }
+    methods = {name: _return_constant(answer)(gpu) for name, answer in answers.items()}
+    utils = types.SimpleNamespace(get_device_properties=lambda device: facts)
+    return type("Driver", (), {"utils": utils, **methods})
 
 
 def substitute_vllm(gpu: Gpu) -> tuple[list[str], list[str]]:
