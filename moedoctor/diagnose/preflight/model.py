@@ -149,8 +149,7 @@ def pack_headers(folder: Path, file: Path) -> int:
                 pack.writestr(name, _begin_file(tensors))
         os.replace(temporary, file)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
     return file.stat().st_size
 
 

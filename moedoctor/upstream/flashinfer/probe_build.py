@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -85,8 +84,8 @@ def build(plan: BuildPlan) -> Path:
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=target.parent))
-    try:
+    with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         probe = folder / "probe.cu"
         probe.write_text(probe_text(), encoding="utf-8")
         sources = [probe, *plan.source.sources]
@@ -99,8 +98,6 @@ def build(plan: BuildPlan) -> Path:
         libraries = ["-cudadevrt", "none", f"-L{Path(plan.nvcc.path).parent.parent / 'lib'}"]
         _run_nvcc(plan, [*link, *libraries, "-o", str(made)])
         os.replace(made, target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return target
 
 
