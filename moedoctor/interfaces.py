@@ -151,6 +151,11 @@ class Fault(ABC):
     summary: str = ""
     """A format string of the parameters, for `describe`: ``E={experts} K={top_k}``."""
 
+    def __init_subclass__(cls) -> None:
+        # The lab of a failure of our own is beside it.
+        if "id" in vars(cls) and "lab" not in vars(cls) and cls.__module__.startswith("moedoctor.faults."):
+            cls.lab = f"{cls.__module__}_lab"
+
     def faulty(self, case: Case) -> Any:
         """Return the failing algorithm, for `observe`. Runs in the child; not needed with a lab."""
         return None

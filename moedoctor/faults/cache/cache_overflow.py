@@ -103,7 +103,6 @@ class CacheOverflowFault(Fault):
     id = "MD007"
     parameters = CacheOverflowParameters
     summary = "E={experts} C={capacity} K={top_k} T={tokens}"
-    lab = "moedoctor.faults.cache.cache_overflow_lab"
     claims = (judge_group_cost, judge_cold_swap, judge_published_table)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:

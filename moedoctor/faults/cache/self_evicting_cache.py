@@ -101,7 +101,6 @@ class SelfEvictingCache(Fault):
     id = "MD006"
     parameters = SelfEvictingCacheParameters
     summary = "{routing} E={experts} C={capacity} K={top_k} clock={clock}"
-    lab = LAB
     claims = (judge_lfru_at_half, judge_lru_monopoly, judge_lfru_speed)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:

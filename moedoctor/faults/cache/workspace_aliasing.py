@@ -69,7 +69,6 @@ class WorkspaceAliasing(Fault):
     parameters = WorkspaceAliasingParameters
     tiers = list_tiers(Tier.MODEL, installed=Tier.KERNEL)
     summary = "{alias} {groups} groups E={experts}"
-    lab = LAB
     claims = (judge_modular_kernel,)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:

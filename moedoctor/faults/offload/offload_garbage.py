@@ -76,7 +76,6 @@ class OffloadGarbage(EngineFault):
     id = "MD008"
     parameters = OffloadGarbageParameters
     tiers = list_tiers(Tier.MODEL, Tier.KERNEL, installed=Tier.ENGINE)
-    lab = "moedoctor.faults.offload.offload_garbage_lab"
     restated_on_cpu = True
     summary = "a weight of {bytes} bytes"
     engine_by = "mode"

@@ -25,7 +25,6 @@ class OffloadNoop(Fault):
     parameters = OffloadNoopParameters
     tiers = list_tiers(Tier.MODEL, Tier.ENGINE, installed=Tier.LIBRARY, vllm=Tier.LIBRARY)
     summary = "{cause}"
-    lab = "moedoctor.faults.offload.offload_noop_lab"
     restated_on_cpu = True
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:

@@ -25,7 +25,6 @@ class OffloadReinit(Fault):
     parameters = OffloadReinitParameters
     tiers = list_tiers(Tier.MODEL, installed=Tier.LIBRARY, vllm=Tier.LIBRARY)
     summary = "{layout} offload={offload_gb} GB"
-    lab = "moedoctor.faults.offload.offload_reinit_lab"
     restated_on_cpu = True
 
     def judge(self, case: Case, observation: Observation) -> Judgement:

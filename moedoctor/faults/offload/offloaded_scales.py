@@ -102,7 +102,6 @@ class OffloadedScales(EngineFault):
     parameters = OffloadedScalesParameters
     tiers = list_tiers(Tier.MODEL, Tier.KERNEL, Tier.ENGINE, vllm=Tier.KERNEL)
     summary = "{layers} quantized MoE layers"
-    lab = "moedoctor.faults.offload.offloaded_scales_lab"
     restated_on_cpu = True
     claims = (judge_marlin_refuses, judge_stale_reference, judge_marlin_crashes)
 

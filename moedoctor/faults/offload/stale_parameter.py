@@ -29,7 +29,6 @@ class StaleParameter(Fault):
     parameters = StaleParameterParameters
     tiers = list_tiers(Tier.MODEL, Tier.KERNEL)
     summary = "backend {backend}"
-    lab = "moedoctor.faults.offload.stale_parameter_lab"
     restated_on_cpu = True
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:

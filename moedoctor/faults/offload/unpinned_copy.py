@@ -75,7 +75,6 @@ class UnpinnedCopy(Fault):
     parameters = UnpinnedCopyParameters
     tiers = list_tiers(Tier.MODEL, Tier.KERNEL)
     summary = "{direction} of {bytes} bytes"
-    lab = LAB
     restated_on_cpu = True
     claims = (judge_crash_3,)
 

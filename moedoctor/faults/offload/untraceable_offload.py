@@ -37,7 +37,6 @@ class UntraceableOffload(EngineFault):
     parameters = UntraceableOffloadParameters
     tiers = list_tiers(Tier.MODEL, Tier.ENGINE, installed=Tier.LIBRARY, vllm=Tier.LIBRARY)
     summary = "torch.compile with {compiler}, {layers} MoE layers"
-    lab = "moedoctor.faults.offload.untraceable_offload_lab"
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence

@@ -29,7 +29,6 @@ class CollectivesOutOfStep(CountFault):
     id = "MD028"
     parameters = CollectivesOutOfStepParameters
     summary = "{way} on {ranks} ranks"
-    lab = "moedoctor.faults.parallel.collectives_out_of_step_lab"
     restated_on_cpu = True
     symptoms: ClassVar = {
         "ranks_waiting": "{} of {ranks} ranks wait until the limit; {named}",

@@ -38,7 +38,6 @@ class SharedExpertParallel(CountFault):
     id = "MD027"
     parameters = SharedExpertParallelParameters
     summary = "{mistake} on {ranks} ranks"
-    lab = "moedoctor.faults.parallel.shared_expert_parallel_lab"
     restated_on_cpu = True
     symptoms: ClassVar = {
         "rows_wrong": "{} of {rows} rows differ from one rank's, the shared part counts {times:.2g} times"

@@ -40,4 +40,3 @@ class GateUpOrder(CheckpointFault):
     parameters = GateUpOrderParameters
     tiers = list_tiers(Tier.MODEL, Tier.ENGINE, installed=Tier.LIBRARY)
     lints: ClassVar[bool] = False
-    lab = "moedoctor.faults.quantization.gate_up_order_lab"

@@ -40,7 +40,6 @@ class GlobalScaleMismatch(CheckpointFault):
 
     id = "MD014"
     parameters = GlobalScaleMismatchParameters
-    lab = "moedoctor.faults.quantization.global_scale_mismatch_lab"
     restated_on_cpu = True
     summary = "up/gate scale {ratio:g}, kept: {merged}"
 

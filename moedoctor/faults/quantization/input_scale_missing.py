@@ -50,7 +50,6 @@ class InputScaleMissing(CheckpointFault):
 
     id = "MD015"
     parameters = InputScaleMissingParameters
-    lab = "moedoctor.faults.quantization.input_scale_missing_lab"
     restated_on_cpu = True
     summary = "{damage}{memory}, taken {taken}"
 

@@ -71,7 +71,6 @@ class KvScalesMissing(CheckpointFault):
 
     id = "MD012"
     parameters = KvScalesMissingParameters
-    lab = "moedoctor.faults.quantization.kv_scales_missing_lab"
     restated_on_cpu = True
     summary = "{part} up to {size:g}"
     claims = (judge_triton_garbage,)

@@ -41,4 +41,3 @@ class ScaleLayout(CheckpointFault):
     parameters = ScaleLayoutParameters
     tiers = list_tiers(Tier.MODEL, Tier.ENGINE, installed=Tier.KERNEL)
     lints: ClassVar[bool] = False
-    lab = "moedoctor.faults.quantization.scale_layout_lab"

@@ -259,7 +259,6 @@ class DuplicateIds(CountFault):
     together = 4
     parameters = DuplicateIdsParameters
     tiers = list_tiers(Tier.MODEL, Tier.KERNEL, installed=Tier.KERNEL, flashinfer=Tier.KERNEL)
-    lab = "moedoctor.faults.routing.duplicate_ids_lab"
     restated_on_cpu = True
     claims = (judge_illegal_access, judge_bounds_check, judge_maps, judge_boundary, judge_whole_runner)
     installed_package = "flashinfer"

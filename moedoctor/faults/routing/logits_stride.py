@@ -61,7 +61,6 @@ class LogitsStride(CountFault):
     parameters = LogitsStrideParameters
     tiers = list_tiers(Tier.MODEL, installed=Tier.KERNEL, vllm=Tier.KERNEL)
     summary = "{router} E={experts} in rows of {width} K={top_k} {dtype}"
-    lab = "moedoctor.faults.routing.logits_stride_lab"
     claims = (judge_ignores_stride,)
     symptoms: ClassVar = {
         "rows_out_of_range": "{} of {rows} rows hold an id out of range",

@@ -252,7 +252,6 @@ class NanRouting(CountFault):
     parameters = NanRoutingParameters
     tiers = list_tiers(Tier.MODEL, installed=Tier.KERNEL, vllm=Tier.KERNEL)
     summary = "{router} E={experts} K={top_k} {dtype}"
-    lab = "moedoctor.faults.routing.nan_routing_lab"
     claims = (
         *(judge_same_expert, judge_always_distinct, judge_separate_launch, judge_fused_is_free),
         *(judge_fp8_clamps_nan, judge_padding_holds_nan, judge_padding_holds_nan_dp),

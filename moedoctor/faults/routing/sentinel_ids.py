@@ -141,7 +141,6 @@ class SentinelIds(CountFault):
 
     id = "MD016"
     parameters = SentinelIdsParameters
-    lab = "moedoctor.faults.routing.sentinel_ids_lab"
     restated_on_cpu = True
     claims = (judge_upstream_paths, judge_alignment)
     symptoms: ClassVar = {
