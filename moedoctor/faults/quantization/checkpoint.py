@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -21,14 +21,12 @@ class CheckpointFault(EngineFault):
     tiers = list_tiers(Tier.MODEL, Tier.ENGINE)
     engine_by = "moe_backend"
     engine_summary = "vLLM with {moe_backend}"
-    lints: ClassVar[bool] = True
-    """True if `moedoctor lint` names it; the evidence then lists under ``lint`` what lint finds."""
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence
         if case.tier is Tier.ENGINE:
             return self.judge_engines(evidence)
-        if self.lints and self.id not in evidence["lint"]:
+        if self.id not in evidence.get("lint", (self.id,)):  # what lint finds, if it knows the failure
             return Judgement(
                 CaseVerdict.ERROR, "lint does not see it", f"lint does not name {self.id} in this checkpoint"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -39,4 +39,3 @@ class GateUpOrder(CheckpointFault):
     id = "MD017"
     parameters = GateUpOrderParameters
     tiers = list_tiers(Tier.MODEL, Tier.ENGINE, installed=Tier.LIBRARY)
-    lints: ClassVar[bool] = False

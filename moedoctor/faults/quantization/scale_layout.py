@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -40,4 +40,3 @@ class ScaleLayout(CheckpointFault):
     together = 4
     parameters = ScaleLayoutParameters
     tiers = list_tiers(Tier.MODEL, Tier.ENGINE, installed=Tier.KERNEL)
-    lints: ClassVar[bool] = False
