@@ -15,7 +15,12 @@ from typing import Any, ClassVar
 from packaging.version import Version
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from moedoctor.interfaces import ClaimJudgement, ClaimTest, Explanation, Fault, Judgement, Measurement
+from moedoctor.interfaces import ClaimJudgement as ClaimJudgement
+from moedoctor.interfaces import ClaimTest as ClaimTest
+from moedoctor.interfaces import Explanation as Explanation
+from moedoctor.interfaces import Fault as Fault
+from moedoctor.interfaces import Judgement as Judgement
+from moedoctor.interfaces import Measurement as Measurement
 from moedoctor.results import (
     Case,
     CaseResult,
@@ -27,31 +32,6 @@ from moedoctor.results import (
     Tier,
     UnavailableError,
 )
-
-__all__ = [
-    "ClaimCases",
-    "ClaimJudgement",
-    "ClaimTest",
-    "CountFault",
-    "EngineFault",
-    "Explanation",
-    "Fault",
-    "Judgement",
-    "Measurement",
-    "Parameters",
-    "RoutedParameters",
-    "claim",
-    "decide",
-    "find_first_after",
-    "group_by_release",
-    "in_lab",
-    "judge_counts",
-    "list_tiers",
-    "need_gpu",
-    "only",
-    "releases",
-    "untested",
-]
 
 
 class Parameters(BaseModel):
