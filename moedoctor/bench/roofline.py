@@ -17,8 +17,6 @@ _CPU_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Roofline:
-    """Measured limits."""
-
     bytes_per_second: float
     """Of a read-only pass over a large array."""
     flops: dict[str, float]

@@ -55,8 +55,6 @@ class Spread:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several callables timed in turn."""
-
     baseline: str
     times: Mapping[str, Spread]
     """Microseconds a launch, by name."""

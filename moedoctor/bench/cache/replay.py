@@ -39,8 +39,6 @@ class TraceFacts:
 
 @dataclass(frozen=True)
 class ReplayPoint:
-    """One policy at one capacity."""
-
     policy: str
     capacity: int
     """Slots a layer."""

@@ -41,7 +41,6 @@ class ParityResult:
         return self.agreement.right and not self.missed
 
     def to_evidence(self) -> dict[str, Any]:
-        """Return the figures as plain data."""
         return {
             **self.agreement.to_evidence(),
             "deterministic": self.deterministic,

@@ -103,8 +103,6 @@ class Fault:
 
 @dataclass(frozen=True)
 class CoreDump:
-    """The content of a dump."""
-
     gpu: str
     capability: str
     driver: str | None

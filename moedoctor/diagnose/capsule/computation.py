@@ -33,8 +33,6 @@ _CURVES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass
 class Computation:
-    """One recorded call."""
-
     problem: Problem
     """The layer holds E experts; an id is the place of an expert among them, or -1."""
     activations: str = "none"

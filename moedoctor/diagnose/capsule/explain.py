@@ -86,8 +86,6 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The finding about a recorded output."""
-
     agreement: Agreement
     """Output and reference."""
     best: Explanation | None = None

@@ -38,8 +38,6 @@ _FACTS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """Yes, no or unknown, and why."""
-
     value: bool | None
     reason: str
 

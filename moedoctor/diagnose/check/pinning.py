@@ -21,8 +21,6 @@ BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Pinning:
-    """The result of a try."""
-
     tried: bool
     works: bool | None
     """None if it was not tried."""

@@ -47,8 +47,6 @@ class JsonFile:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The contents of a folder."""
-
     folder: Path
     config: JsonFile
     hf_quant: JsonFile | None

@@ -34,7 +34,6 @@ class Check:
 
     @property
     def remark(self) -> bool:
-        """Return True for a note."""
         return self.level == "note"
 
 
@@ -129,7 +128,6 @@ class Lint:
 
     @property
     def damage(self) -> tuple[LintFinding, ...]:
-        """The findings without mere remarks."""
         return tuple(finding for finding in self.findings if not CHECKS[finding.check].remark)
 
     @property

@@ -89,7 +89,6 @@ class Elf:
         return [Section(s[0], s[1], s[3], s[4], s[5], s[6], s[7], s[9]) for s in found]
 
     def slice(self, offset: int, size: int) -> bytes:
-        """Return `size` bytes at an offset."""
         place = self.begin + offset
         if min(offset, size) < 0 or place + size > self.end:
             raise ElfError(f"it ends at byte {self.end}, and a part of it should end at byte {place + size}")

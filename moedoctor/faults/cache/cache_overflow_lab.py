@@ -18,8 +18,6 @@ _HIDDEN, _INTERMEDIATE = 64, 32
 
 
 class Prefill(NamedTuple):
-    """The result of one call."""
-
     output: torch.Tensor
     """float32 [T, H]"""
     refused: str | None

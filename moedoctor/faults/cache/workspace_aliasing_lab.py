@@ -24,8 +24,6 @@ Kernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Call(NamedTuple):
-    """One layer's input."""
-
     problem: Problem
     x: torch.Tensor
     """float32 [T, H]"""

@@ -85,7 +85,6 @@ def mock_runner(offload_gb: float) -> Any:
 
 
 def _make_spec(size: int) -> Any:
-    """Make the specification of a KV-cache group."""
     return types.SimpleNamespace(
         block_size=size,
         num_speculative_blocks=0,

@@ -18,8 +18,6 @@ _SECONDS = 60.0
 
 
 class Layer(NamedTuple):
-    """Weights, a batch, and its routing."""
-
     x: torch.Tensor
     """[T, H]"""
     shared_up: torch.Tensor

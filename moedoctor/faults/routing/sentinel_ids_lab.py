@@ -38,8 +38,6 @@ class Batch(NamedTuple):
 
 
 class Used(NamedTuple):
-    """The result of a use."""
-
     experts: torch.Tensor
     """int64 [T, K]: the local expert that each pair was given to, -1 for none"""
     sums: torch.Tensor

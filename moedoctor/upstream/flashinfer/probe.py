@@ -53,8 +53,6 @@ class RoutingMaps:
 
 @dataclass(frozen=True)
 class FlashInferProbe:
-    """One release's functions, loaded."""
-
     release: str
     path: Path
     library: ctypes.CDLL

@@ -42,8 +42,6 @@ Value = Literal["affected", "clean", "unknown"]
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one question."""
-
     value: Value
     where: str
     """``vllm/envs.py:12``; for an unknown answer, what was not found."""

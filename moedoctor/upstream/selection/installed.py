@@ -33,8 +33,6 @@ class Started:
 
 
 class InstalledSelection:
-    """vLLM's own selection code."""
-
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
 
