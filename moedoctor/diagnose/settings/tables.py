@@ -127,26 +127,10 @@ class Settings:
 
 
 @functools.cache
-def load_vllm_variables() -> Settings:
-    return _load("vllm_variables.json", tuple(load_releases()))
-
-
-@functools.cache
 def load_flashinfer_variables() -> Settings:
     """Return the ``FLASHINFER_*`` variables, for the releases of flashinfer-python that vLLM's require."""
     pins = dict.fromkeys(release.flashinfer for release in load_releases().values())
     return _load("flashinfer_variables.json", tuple(pins))
-
-
-@functools.cache
-def load_vllm_flags() -> Settings:
-    return _load("vllm_flags.json", tuple(load_releases()))
-
-
-@functools.cache
-def load_vllm_values() -> Settings:
-    """Return the values of flags that have names, as ``--tool-call-parser glm47``."""
-    return _load("vllm_values.json", tuple(load_releases()))
 
 
 @functools.cache
@@ -182,7 +166,9 @@ def list_new_defaults(before: str, after: str, words: str) -> Iterator[NewDefaul
                 yield NewDefault(row["since"], row["back"], row["says"], tuple(row["kinds"]))
 
 
-def _load(name: str, releases: tuple[str, ...]) -> Settings:
+@functools.cache
+def _load(name: str, releases: tuple[str, ...] = ()) -> Settings:
+    """Return the settings of a table, for all releases of vLLM or for others."""
     rows: dict[str, list[Setting]] = {}
     for row in _read(name)["rows"]:
         first, _, last = row["releases"].partition("-")
@@ -192,7 +178,14 @@ def _load(name: str, releases: tuple[str, ...]) -> Settings:
             if key != "releases"
         }
         rows.setdefault(row["name"], []).append(Setting(first=first, last=last or first, **values))
-    return Settings(releases, {setting: tuple(spans) for setting, spans in rows.items()})
+    spans = {setting: tuple(spans) for setting, spans in rows.items()}
+    return Settings(releases or tuple(load_releases()), spans)
+
+
+load_vllm_variables, load_vllm_flags, load_vllm_values = (
+    functools.partial(_load, f"vllm_{kind}.json") for kind in ("variables", "flags", "values")
+)
+"""Return the settings of vLLM; the values are those of flags that have names, as ``--tool-call-parser x``."""
 
 
 def _read(name: str) -> Any:
