@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
 
 from moedoctor.diagnose.triage.line_text import Quotations, Stance, is_possible, read_stance, split_prefix
 from moedoctor.diagnose.triage.log_text import find_lines
@@ -369,7 +368,32 @@ class Errors:
         return replace(cause, excerpt=excerpt, note=load_data("causes.yaml")["cut"])
 
     def _describe(self, error: _Error) -> Cause:
-        return _describe(error, self.launch_blocking)
+        rules, owners = load_rules()
+        frames = "\n".join(map(str, error.frames))
+        text = error.text if error.context else error.whole
+        rule = next(rule for rule in rules if rule.matches(text, frames))
+        if rule.kind == "unknown":
+            rule = next(rule for rule in rules if rule.matches(error.whole, frames))
+        last, plumbing = error.frames[-1] if error.frames else None, load_lines()["plumbing"]
+        frame = next((each for each in reversed(error.frames) if not plumbing.search(str(each))), last)
+        place = str(frame) if frame else ""
+        owner = next((name for pattern, name in owners.items() if place and re.search(pattern, place)), "")
+        note = ""
+        if rule.kind == "kernel_fault" and place and not self.launch_blocking:
+            note = (
+                "CUDA reports a fault at a later call, so this frame and its owner may be innocent; "
+                "CUDA_LAUNCH_BLOCKING=1 makes it report where it is"
+            )
+        return Cause(
+            line=error.detail[0] if error.detail else error.line,
+            excerpt=f"{error.detail[1]} ({error.type})" if error.detail else error.text,
+            kind=rule.kind,
+            says=rule.says,
+            place=place,
+            owner=owner,
+            next_step=rule.step,
+            note=note,
+        )
 
 
 def _find_headline(lines: Sequence[bytes]) -> tuple[int, str]:
@@ -412,17 +436,15 @@ class Rule:
 @cache
 def load_rules() -> tuple[tuple[Rule, ...], Mapping[str, str]]:
     """Return the rules, in order, and the owners of code by a pattern of its path."""
-    data = load_data("causes.yaml")
-    return tuple(_read_rules(data["classes"])), data["owners"]
-
-
-def _read_rules(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[Rule]:
-    rows = [(kind, body, row) for kind, body in classes.items() for row in body["rules"]]
+    data, rules = load_data("causes.yaml"), []
+    rows = [(kind, body, row) for kind, body in data["classes"].items() for row in body["rules"]]
     for kind, body, row in sorted(rows, key=lambda row: row[2].get("order", 5)):
         message, frames = (
             re.compile(row[key], re.IGNORECASE) if key in row else None for key in ("message", "frames")
         )
-        yield Rule(kind, f"{body['name']}: {row['says']}", message, frames, row.get("step", body["step"]))
+        says, step = f"{body['name']}: {row['says']}", row.get("step", body["step"])
+        rules.append(Rule(kind, says, message, frames, step))
+    return tuple(rules), data["owners"]
 
 
 @cache
@@ -469,32 +491,3 @@ def _find_statement(lines: Sequence[bytes]) -> bytes:
         if line[:1] not in (b"", b" ", b"\t", b"\r"):
             break  # no code
     return lines[-1]
-
-
-def _describe(error: _Error, launch_blocking: bool) -> Cause:
-    rules, owners = load_rules()
-    frames = "\n".join(map(str, error.frames))
-    rule = next(rule for rule in rules if rule.matches(error.text if error.context else error.whole, frames))
-    if rule.kind == "unknown":
-        rule = next(rule for rule in rules if rule.matches(error.whole, frames))
-    own = [frame for frame in error.frames if not load_lines()["plumbing"].search(str(frame))] or [
-        *error.frames
-    ]
-    frame = own[-1] if own else None
-    owner = next((name for pattern, name in owners.items() if frame and re.search(pattern, str(frame))), "")
-    note = ""
-    if rule.kind == "kernel_fault" and frame and not launch_blocking:
-        note = (
-            "CUDA reports a fault at a later call, so this frame and its owner may be innocent; "
-            "CUDA_LAUNCH_BLOCKING=1 makes it report where it is"
-        )
-    return Cause(
-        line=error.detail[0] if error.detail else error.line,
-        excerpt=f"{error.detail[1]} ({error.type})" if error.detail else error.text,
-        kind=rule.kind,
-        says=rule.says,
-        place=str(frame) if frame else "",
-        owner=owner,
-        next_step=rule.step,
-        note=note,
-    )
