@@ -168,8 +168,6 @@ class SpeedRow:
 
 @dataclass(frozen=True)
 class Measured:
-    """The results of all engines."""
-
     engines: tuple[EngineRow, ...]
     speeds: tuple[SpeedRow, ...]
 
@@ -245,7 +243,6 @@ def measure(
 
 
 def _list_engines(plan: Plan) -> list[Variant]:
-    """Return the engines of a round."""
     environ = {"MOEDOCTOR_FIXES": "moe", "MOEDOCTOR_MOE": "reference"}
     reference = Variant(REFERENCE, environ, (*plan.variants[0].flags, "--enforce-eager"))
     return [*plan.variants, *([reference] if plan.reference else [])]

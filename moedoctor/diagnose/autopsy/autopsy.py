@@ -130,7 +130,6 @@ class AutopsyDocument:
 
     @property
     def summary(self) -> AutopsySummary:
-        """The counts."""
         kinds = [each.kind for each in self.examined]
         return AutopsySummary(len(self.faults), kinds.count("core dump"), kinds.count("log"))
 

@@ -341,7 +341,6 @@ class _Call:
         return weights > _MOST_WEIGHTS or self.right.numel() > _MOST_VALUES
 
     def _select(self, tokens: Sequence[int]) -> _Call:
-        """Return the call of some of its tokens."""
         rows = list(tokens)
         return _Call(
             self.computation.select_tokens(rows), self.output[rows], self.right[rows], self.finite[rows]

@@ -98,7 +98,6 @@ class CheckResult:
 
     @property
     def summary(self) -> CheckSummary:
-        """The counts."""
         error, warning = (sum(each.severity == name for each in self.findings) for name in SEVERITIES[:2])
         return CheckSummary(error, warning, len(self.problems), len(self.conditional))
 

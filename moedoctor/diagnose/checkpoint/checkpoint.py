@@ -31,8 +31,6 @@ _SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
 
 @dataclass(frozen=True)
 class JsonFile:
-    """A JSON file of the checkpoint: its text and its value."""
-
     name: str
     text: str
     value: dict[str, Any]

@@ -161,7 +161,6 @@ def _judge(item: Item, capability: Capability | None) -> AuditItem:
 
 
 def _read_named(path: Path, tool: Tool | None) -> Iterable[Item]:
-    """Read a file that the user named."""
     with open_file(path, expected=_EXPECTED) as file:
         magic = file.read(4)
     if path.suffix == ".ninja":

@@ -36,7 +36,6 @@ class ServeCommand:
 
     @property
     def model(self) -> str:
-        """The model, as it was given."""
         return self.words[0]
 
     @property

@@ -24,8 +24,6 @@ WITHIN = 12
 
 @dataclass(frozen=True)
 class Clue:
-    """A phrase to look for."""
-
     name: str
     needles: str
     """Lower-case phrases between ``|``. Every match of the pattern holds at least one, and each starts

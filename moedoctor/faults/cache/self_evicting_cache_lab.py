@@ -21,8 +21,6 @@ _HIDDEN, _INTERMEDIATE = 64, 32
 
 
 class TestedCache(NamedTuple):
-    """An expert cache on `problem`."""
-
     table: CacheTable
     """Its bookkeeping alone."""
     acquire: Callable[[torch.Tensor], tuple[Mapping[str, torch.Tensor], torch.Tensor]]

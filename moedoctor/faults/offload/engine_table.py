@@ -40,6 +40,5 @@ def judge(table: Evidence) -> Judgement:
 
 
 def _describe_first(table: Evidence, outcomes: Sequence[Outcome]) -> str:
-    """Describe the first cell that ended in one of these ways."""
     row = next(row for row in table["table"] if Outcome(row["outcome"]) in outcomes)
     return f"{row['backend']}, {row['experts']}: {row['detail']}"

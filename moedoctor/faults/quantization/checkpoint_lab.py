@@ -57,8 +57,6 @@ def list_expert_prefixes() -> Iterator[str]:
 
 
 class Loaded(NamedTuple):
-    """The tensors of a checkpoint, and the findings of `moedoctor lint` about it."""
-
     tensors: Tensors
     lint: list[str]
     """Ids of the findings."""

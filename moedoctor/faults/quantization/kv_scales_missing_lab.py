@@ -139,7 +139,6 @@ def calibrate_kv_scales(tensors: Tensors, config: dict[str, Any]) -> None:
 
 
 def engine(case: Case, parameters: KvScalesMissingParameters, release: object) -> Evidence:
-    """Load the checkpoint into vLLM."""
     return compare_engines(str(parameters.moe_backend), repaired=case.subject == "fixed")
 
 

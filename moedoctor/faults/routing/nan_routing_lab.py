@@ -68,8 +68,6 @@ def count(
 
 @dataclass(frozen=True)
 class Rows:
-    """Router logits and what was done to each row."""
-
     logits: torch.Tensor
     """[T, E]"""
     kinds: tuple[str, ...]

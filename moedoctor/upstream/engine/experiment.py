@@ -73,8 +73,6 @@ class Trial:
 
 @dataclass(frozen=True)
 class Ran:
-    """A trial with its result, and that of its control."""
-
     trial: Trial
     result: EngineResult
     control: EngineResult | None = None

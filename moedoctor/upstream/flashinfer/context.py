@@ -27,8 +27,6 @@ _CODE = re.compile(r"-gencode=arch=compute_[^,]+,code=(?:sm|compute)_(\S+)")
 
 @dataclass(frozen=True)
 class FlashInferContext:
-    """The context class of the installed FlashInfer."""
-
     release: str
     context: Any
     """``flashinfer.compilation_context.CompilationContext``."""

@@ -25,7 +25,6 @@ Row = Mapping[str, Any]
 
 @cache
 def load_rows() -> tuple[Row, ...]:
-    """Return the rows of the table."""
     return tuple(json.loads(TABLE.read_text(encoding="utf-8")))
 
 
