@@ -38,26 +38,21 @@ _READINGS = ("sm_clock_mhz", "memory_clock_mhz", "power_watts", "temperature_cel
 _LIMITS = ("sm_clock_limit_mhz", "power_limit_watts")
 
 
-class Sampling:
-    """The readings of a measurement; `state` is complete once the measurement has ended."""
-
-    def __init__(self, reason: str = "") -> None:
-        self.state: GpuState = {"not_sampled": reason} if reason else {}
-
-
 @contextlib.contextmanager
-def sample_gpus(facts: Mapping[str, Any], device: str = "auto") -> Iterator[Sampling]:
+def sample_gpus(facts: Mapping[str, Any], device: str = "auto") -> Iterator[GpuState]:
     """Read the GPUs that CUDA programs may use, until the block ends; `device` ``cuda:N`` chooses one.
 
-    `facts` are those of `moedoctor.environment.collect`. Without a GPU, `state` says why nothing was read.
+    `facts` are those of `moedoctor.environment.collect`. The state is complete once the block has ended;
+    without a GPU it says why nothing was read.
     """
     indices = _list_visible(facts)
     if device.startswith("cuda:"):
         indices = indices[int(device[5:]) :][:1]
     if not facts.get("gpu") or not indices or device == "cpu":
-        yield Sampling("the measurement used no GPU" if device == "cpu" else "no NVIDIA GPU is visible")
+        why = "the measurement used no GPU" if device == "cpu" else "no NVIDIA GPU is visible"
+        yield {"not_sampled": why}
         return
-    sampling = Sampling()
+    state: GpuState = {}
     with open_unnamed_file() as asked, open_unnamed_file() as readings:
         asked.write(json.dumps({"indices": indices[:_MOST_GPUS], "interval": INTERVAL_SECONDS}).encode())
         with Child(_CHILD, (asked.fileno(), readings.fileno()), log=1 << 16) as child:
@@ -65,10 +60,10 @@ def sample_gpus(facts: Mapping[str, Any], device: str = "auto") -> Iterator[Samp
             while not os.fstat(readings.fileno()).st_size and child.wait(until - time.monotonic()):
                 pass
             try:
-                yield sampling
+                yield state
             finally:
                 child.end()
-                sampling.state = summarize(list(read_answers(readings)))
+                state.update(summarize(list(read_answers(readings))))
 
 
 def _list_visible(facts: Mapping[str, Any]) -> list[int]:

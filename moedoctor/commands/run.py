@@ -159,7 +159,7 @@ def run(
     cases = [case for scenario in report.scenarios for case in scenario.cases]
     ran = sum(case.verdict is not CaseVerdict.SKIPPED for case in cases)
     counts = {"cases_run": ran, "runs_of_a_case": 1, "at_once_on_the_cpu": parallel}
-    origin = record_origin(variables=facts.get("env"), gpu_state=readings.state, iterations=counts)
+    origin = record_origin(variables=facts.get("env"), gpu_state=readings, iterations=counts)
     report = replace(report, origin=origin, capsule=described)
     if before is not None:
         partial = options.partial or bool(targets)

@@ -80,7 +80,7 @@ def test_a_driver_that_does_not_answer_is_a_reason() -> None:
 def test_without_a_gpu_the_state_says_why(device: str, reason: str) -> None:
     with sample_gpus({"gpu": None, "gpus": []}, device) as readings:
         pass
-    assert reason in readings.state["not_sampled"]
+    assert reason in readings["not_sampled"]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_real_gpu_is_read_while_it_works() -> None:
         while time.monotonic() < until:
             a @ a
             torch.cuda.synchronize()
-    (gpu,) = readings.state["gpus"]
+    (gpu,) = readings["gpus"]
     assert gpu["busy_samples"] >= 3
     assert gpu["sm_clock_mhz"]["max"] > 300
     assert gpu["power_limit_watts"] > 50

@@ -218,7 +218,7 @@ def measure(
         figures["tuned"] = _write_tiles(rows, tune)
     code = int(any(row.get("wrong") or "failed" in row for row in rows))
     iterations = {"rounds": _describe_rounds(rows)}
-    origin = record_origin(variables=facts.get("env"), gpu_state=readings.state, iterations=iterations)
+    origin = record_origin(variables=facts.get("env"), gpu_state=readings, iterations=iterations)
     return Bench.from_figures("backends", figures, facts, code, origin)
 
 

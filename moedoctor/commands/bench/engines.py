@@ -155,7 +155,7 @@ def measure(plan: engines.Plan) -> Bench:
     }
     code = int(any("wrong" in row or "failed" in row for row in rows))
     iterations = {"rounds": plan.rounds, "repeats": plan.repeats, "new_tokens": plan.tokens}
-    origin = record_origin(variables=facts.get("env"), gpu_state=readings.state, iterations=iterations)
+    origin = record_origin(variables=facts.get("env"), gpu_state=readings, iterations=iterations)
     return Bench.from_figures("engines", figures, facts, code, origin)
 
 
