@@ -125,12 +125,8 @@ def replay_trace(
 
 def choose_capacities(trace: RoutingTrace) -> list[int]:
     """Doubling from a token's experts to all of them."""
-    capacities = []
-    capacity = trace.top_k
-    while capacity < trace.num_experts:
-        capacities.append(capacity)
-        capacity *= 2
-    return [*capacities, trace.num_experts]
+    doubled = (trace.top_k << power for power in itertools.count())
+    return [*itertools.takewhile(lambda size: size < trace.num_experts, doubled), trace.num_experts]
 
 
 def _count_most_used(calls: Iterable[Call], mass: float) -> int:
