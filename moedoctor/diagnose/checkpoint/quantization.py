@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from moedoctor.diagnose.checkpoint.checkpoint import JsonFile
@@ -76,9 +77,10 @@ class Rules:
     layers: Mapping[str, Rule] | None
     """ModelOpt's `quantized_layers`, if there is one."""
     groups: Sequence[Rule] = ()
-    _known: dict[str, Rule | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.find = functools.cache(self._search)
+        """Returns the rule of a module: None if it is not quantized, UNCLEAR if the files do not decide."""
         self._bare = {_strip_prefixes(name): rule for name, rule in (self.layers or {}).items()}
         # Experts in one tensor may be listed one by one.
         self._experts = {
@@ -98,12 +100,6 @@ class Rules:
             for rule, group in zip(self.groups, names, strict=True)
             if not rule.targets or len(group) < len(rule.targets)
         ]
-
-    def find(self, module: str) -> Rule | None:
-        """Return the rule of a module: None if it is not quantized, UNCLEAR if the files do not decide."""
-        if module not in self._known:
-            self._known[module] = self._search(module)
-        return self._known[module]
 
     def _search(self, module: str) -> Rule | None:
         if self.layers is not None:
