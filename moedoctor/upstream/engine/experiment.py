@@ -112,14 +112,10 @@ def make_rows(ran: Sequence[Ran], columns: Callable[[Ran], Mapping[str, Any]]) -
     """Return a row for each engine: `columns` of it, or ``error`` if it failed."""
     return [
         {
-            **engine_run.trial.columns,
-            **(
-                {"error": engine_run.result.error.summarize()}
-                if engine_run.result.error
-                else columns(engine_run)
-            ),
+            **each.trial.columns,
+            **({"error": each.result.error.summarize()} if each.result.error else columns(each)),
         }
-        for engine_run in ran
+        for each in ran
     ]
 
 

@@ -393,11 +393,7 @@ def _make_layer_class() -> Any:
     """Return a class of layers without weights; from 0.27 on vLLM asks whether it is a `RoutedExperts`."""
     if importlib.util.find_spec(f"{FUSED_MOE}.routed_experts") is None:
         return torch.nn.Module
-
-    def start_without_weights(layer: Any) -> None:
-        torch.nn.Module.__init__(layer)
-
-    return type("Layer", (load("routed_experts").RoutedExperts,), {"__init__": start_without_weights})
+    return type("Layer", (load("routed_experts").RoutedExperts,), {"__init__": torch.nn.Module.__init__})
 
 
 def _find_device(layer: Layer) -> str:
