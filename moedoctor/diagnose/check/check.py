@@ -20,10 +20,9 @@ from moedoctor.diagnose.check.build import Build, inspect_build
 from moedoctor.diagnose.check.machine import Machine, match_condition, offload_path
 from moedoctor.diagnose.check.packages import compare_packages, find_problems
 from moedoctor.diagnose.check.pinning import Pinning, make_untried
-from moedoctor.diagnose.check.probes import Probes
 from moedoctor.diagnose.check.records import CheckResult, Finding, Problem, list_not_looked_at
 from moedoctor.diagnose.check.settings import find_setting_failures, find_setting_problems
-from moedoctor.diagnose.check.target import Target
+from moedoctor.diagnose.check.target import Probes, Target
 from moedoctor.diagnose.cuda.jit_cache import JitCache
 from moedoctor.diagnose.ignores import SEVERITIES, Ignore, list_idle, sort_out
 from moedoctor.entries import load_entries

@@ -6,25 +6,25 @@ Another Python is asked for its metadata in a child of its own: nothing of its p
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 from packaging.utils import canonicalize_name
 
 from moedoctor.diagnose.check import fix_plugin
-from moedoctor.diagnose.check.pinning import make_untried
-from moedoctor.diagnose.check.probes import Probes
-from moedoctor.diagnose.cuda.jit_cache import JitCache
+from moedoctor.diagnose.check.pinning import Pinning, make_untried, try_pinning
+from moedoctor.diagnose.cuda.jit_cache import JitCache, read_jit_cache
 from moedoctor.environment import Sources
 from moedoctor.fixes.backends.release_tables import load_releases
-from moedoctor.processes.cuda_tools import run_tool
+from moedoctor.processes.cuda_tools import Tool, find_tools, run_tool
 from moedoctor.text import shorten
+from moedoctor.upstream.releases.collectors import Collected, collect_flashinfer, collect_vllm
 from moedoctor.upstream.releases.questions import ENVS, Inquiry
 from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
 
@@ -63,6 +63,27 @@ print("\\nANSWER " + json.dumps(answer))
 
 class TargetError(Exception):
     """An environment that cannot be checked; one line says why."""
+
+
+def _find_nvcc(environ: Mapping[str, str]) -> Tool | None:
+    """Return the nvcc that FlashInfer would call: the newest on this machine."""
+    return max(find_tools(("nvcc",), environ), key=lambda tool: tool.cuda, default=None)
+
+
+@dataclass(frozen=True)
+class Probes:
+    """The collectors beside `moedoctor.environment`. Tests replace them; each may raise anything."""
+
+    pinning: Callable[[], Pinning] = try_pinning
+    vllm: Callable[[], Collected] | None = collect_vllm
+    """None: not asked, as the package would be imported."""
+    flashinfer: Callable[[], Collected] | None = collect_flashinfer
+    nvcc: Callable[[Mapping[str, str]], Tool | None] = _find_nvcc
+    jit_cache: Callable[[Mapping[str, str]], JitCache] = read_jit_cache
+    fix_plugin: Callable[..., Mapping[str, Any]] = fix_plugin.state
+    """Takes variables, the version of vLLM, and `read`."""
+    requires: Callable[[str], Iterable[str] | None] = importlib.metadata.requires
+    """The requirements of a distribution."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +265,7 @@ def _limit_probes(
 def _make_lookup(packages: Mapping[str, str]) -> Any:
     def look_up(name: str) -> str:
         if canonicalize_name(name) not in packages:
-            raise PackageNotFoundError(name)
+            raise importlib.metadata.PackageNotFoundError(name)
         return packages[canonicalize_name(name)]
 
     return look_up
