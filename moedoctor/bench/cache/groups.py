@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moedoctor.bench.cache.model import Model, list_recorded_ids, make_host_weights, measure_pinned_bandwidth
-from moedoctor.bench.cache.shipped import load_shipped_trace
+from moedoctor.bench.cache.replay import load_shipped_trace
 from moedoctor.bench.timing import Comparison, Spread, compare_rounds, compare_times, measure_seconds
 from moedoctor.fixes.eviction import CacheStats, replay, simulate
 from moedoctor.fixes.expert_cache import ExpertCache

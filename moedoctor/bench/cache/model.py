@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moedoctor.bench.cache.shipped import load_shipped_trace
+from moedoctor.bench.cache.replay import load_shipped_trace
 from moedoctor.bench.timing import measure_seconds
 
 # E = experts, T = tokens, K = top_k

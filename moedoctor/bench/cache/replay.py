@@ -7,11 +7,15 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from moedoctor.entries import find_reports_folder
 from moedoctor.fixes.eviction import ONLINE_POLICIES, POLICIES, CacheStats, SlotTable, replay, simulate
-from moedoctor.trace.format import Call, RoutingTrace
+from moedoctor.trace.format import Call, RoutingTrace, load
 
+SHIPPED = Path("traces", "small_moe_decode.safetensors")
+"""In the folder of the evidence: the trace that commands and failures replay unless they get another."""
 SCOPES = ("layer", "global")
 """``layer``: every layer has a cache of its own, as in vLLM's PR 37190. ``global``: one for all layers, with
 as many slots as the layers' caches have together."""
@@ -121,6 +125,11 @@ def replay_trace(
         else:
             points.append(_replay_globally(policy, capacity, steps, len(by_layer), trace.num_experts))
     return points
+
+
+def load_shipped_trace() -> RoutingTrace:
+    """Return the decode of a small MoE language model on held-out text. Raises TraceError."""
+    return load(find_reports_folder() / SHIPPED)
 
 
 def choose_capacities(trace: RoutingTrace) -> list[int]:

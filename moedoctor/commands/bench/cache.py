@@ -7,8 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from moedoctor import environment
-from moedoctor.bench.cache.replay import choose_capacities, collect_trace_facts, replay_trace
-from moedoctor.bench.cache.shipped import SHIPPED, load_shipped_trace
+from moedoctor.bench.cache.replay import (
+    SHIPPED,
+    choose_capacities,
+    collect_trace_facts,
+    load_shipped_trace,
+    replay_trace,
+)
 from moedoctor.commands.options import convert_errors, parse_numbers
 from moedoctor.origin import record_origin
 from moedoctor.redaction import Redactor

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moedoctor.bench.cache.shipped import load_shipped_trace
+from moedoctor.bench.cache.replay import load_shipped_trace, replay_trace
 from moedoctor.faults.cache.self_evicting_cache import SelfEvictingCacheParameters
 from moedoctor.fixes.eviction import CacheTable, SlotTable, replay, simulate
 from moedoctor.fixes.expert_cache import ExpertCache
@@ -153,8 +153,6 @@ def measure_lfru_at_half() -> list[dict[str, Any]]:
     Hit rates belong to policies, so they come from a replay of `moedoctor.fixes.eviction`. The PR's own rule
     is listed beside them: it counts hits on slots that hold another expert.
     """
-    from moedoctor.bench.cache.replay import replay_trace
-
     rows = []
     for name, trace in _load_traces():
         rates = {
@@ -187,8 +185,6 @@ def measure_lru_monopoly() -> dict[str, Any]:
     ``all_layers`` has each scope's rates over all layers with the optimum of the same scope. The optimum of a
     cache a layer does not bound one cache for all, whose own optimum has no rates by layer.
     """
-    from moedoctor.bench.cache.replay import replay_trace
-
     trace = load_shipped_trace()
     rows: list[dict[str, Any]] = []
     totals: list[dict[str, Any]] = []

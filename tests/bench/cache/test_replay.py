@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.bench.cache.replay import collect_trace_facts, replay_trace
-from moedoctor.bench.cache.shipped import SHIPPED, load_shipped_trace
+from moedoctor.bench.cache.replay import SHIPPED, collect_trace_facts, load_shipped_trace, replay_trace
 from moedoctor.entries import find_reports_folder
 from moedoctor.trace.format import RoutingTrace
 from moedoctor.trace.synthetic import ZipfSettings, draw_zipf_trace

@@ -55,7 +55,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "traces").mkdir()
     trace = draw_zipf_trace(ZipfSettings(experts=32, top_k=4, layers=3, rows=90, streams=3))
     save(trace, tmp_path / "traces" / "small_moe_decode.safetensors")
-    monkeypatch.setattr("moedoctor.bench.cache.shipped.find_reports_folder", lambda: tmp_path)
+    monkeypatch.setattr("moedoctor.bench.cache.replay.find_reports_folder", lambda: tmp_path)
 
 
 @pytest.mark.usefixtures("shipped")
