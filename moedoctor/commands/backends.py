@@ -101,9 +101,13 @@ def backends(
         split_command,
     )
     from moedoctor.diagnose.settings.scheme import Found, find_scheme
-    from moedoctor.diagnose.settings.settings import check_settings, correct_flags, correct_variables
+    from moedoctor.diagnose.settings.settings import (
+        check_settings,
+        correct_flags,
+        correct_variables,
+        find_unconsidered,
+    )
     from moedoctor.diagnose.settings.tables import load_vllm_variables
-    from moedoctor.diagnose.settings.unconsidered import find_unconsidered
     from moedoctor.fixes.arch.flashinfer import list_releases as list_flashinfer_releases
     from moedoctor.fixes.backends import AUTO, select
     from moedoctor.fixes.backends.release_tables import load_releases
@@ -278,7 +282,7 @@ def _list_readings(
 ) -> tuple[str, ...]:
     """Return notes on how the command line was understood, and what was not looked at."""
     from moedoctor.diagnose.settings.flags import read_flags
-    from moedoctor.diagnose.settings.unconsidered import list_others
+    from moedoctor.diagnose.settings.settings import list_others
 
     release, notes = question["release"], []
     names = {flag.name for flag in read_flags(command, release)}
