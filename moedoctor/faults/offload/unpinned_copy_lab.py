@@ -205,16 +205,16 @@ def measure_pageable_weights(device: str) -> dict[str, Any]:
     from moedoctor.faults.offload.moe_stack import NAMES, make_stack
     from moedoctor.models.layer_shape import LayerShape
     from moedoctor.reference.offload_paths import offload_by_functional_call
-    from moedoctor.upstream.releases import offload_peers
+    from moedoctor.upstream.releases import installed
 
     shape = LayerShape(hidden=1024, intermediate=512, experts=16, top_k=4)
     x = torch.randn(256, shape.hidden, device=device, dtype=torch.bfloat16)  # [T, H]
     stack = make_stack(shape, 4, device)
     expected = stack(x)  # [T, H]
-    release = offload_peers.find_version()
+    release = installed.find_offloader_version()
     if release:
         nbytes = len(stack) * shape.count_weight_bytes(shape.experts, 16)
-        offload_peers.offload_by_copies(list(stack), NAMES, nbytes)
+        installed.offload_by_copies(list(stack), NAMES, nbytes)
     else:
         offload_by_functional_call(list(stack), NAMES)
     experts = [module for module in stack.modules() if hasattr(module, "w13_weight")]

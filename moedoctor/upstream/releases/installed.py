@@ -1,9 +1,10 @@
-"""Python functions of the installed vLLM that convert weights or sort tokens. All raise UnavailableError."""
+"""Python functions of the installed vLLM. Those for weights and for tokens raise UnavailableError."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -84,3 +85,23 @@ def _find_quantization_function(module: str, name: str) -> Any:
     if function is None:
         raise UnavailableError(f"this vLLM has no {module}.{name}")
     return function
+
+
+def find_offloader_version() -> str | None:
+    """Return the version of the vLLM whose offloaders can be used here, or None."""
+    try:
+        import vllm
+        from vllm.model_executor.offloader import uva  # noqa: F401
+    except (ImportError, OSError):
+        return None
+    return str(vllm.__version__)
+
+
+def offload_by_copies(layers: Sequence[torch.nn.Module], names: Sequence[str], nbytes: int) -> Any:
+    """Offload by `UVAOffloader` as on WSL: no UVA, no pinned memory, copies in each forward."""
+    from vllm.model_executor.offloader.uva import UVAOffloader
+
+    offloader = UVAOffloader(cpu_offload_max_bytes=nbytes, cpu_offload_params=set(names))
+    offloader.uva_offloading = offloader.pin_memory = False
+    offloader.wrap_modules(iter(layers))
+    return offloader
