@@ -12,6 +12,7 @@ import importlib.util
 import os
 import platform
 import re
+import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +27,6 @@ SHOWN_VARIABLES = ("VLLM_", "FLASHINFER_", "CUDA_", "MOEDOCTOR_", "NCCL_", "TORC
 
 
 def _read_locked_memory_limit() -> int | str:
-    import resource  # POSIX only
-
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return "unlimited" if soft == resource.RLIM_INFINITY else soft
 

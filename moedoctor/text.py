@@ -81,13 +81,10 @@ def open_file(path: Path, limit: int | None = None, expected: str = "a text file
 
     Neither this nor a read waits for a pipe, a terminal or a device. A read may raise OSError.
     """
-    flags = (
-        os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
-    )
     with _name_errors(expected):
         # Before the open, which can act on a device; after it again, in case the file was swapped.
         _require_small(os.stat(path), limit, expected)
-        file = _File(os.open(path, flags))
+        file = _File(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY))
         try:
             _require_small(os.fstat(file.fileno()), limit, expected)
         except TextFileError:

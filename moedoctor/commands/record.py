@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -148,10 +149,6 @@ def _run(command: list[str], environ: dict[str, str], watch: Callable[[], None] 
 
 def _wait_for_writers(folder: Path) -> None:
     """Wait until no process that saves calls of a dead engine holds its lock on the folder."""
-    try:
-        import fcntl
-    except ImportError:
-        return None
     lock = os.open(folder, os.O_RDONLY)
     until = time.monotonic() + _PATIENCE
     try:

@@ -21,10 +21,8 @@ _FINE = "a Ray cluster"
 def find_problem(ray: Any, address: str, seconds: float = _SECONDS) -> str | None:
     """Return why no driver on this machine can work with the cluster at `address`, or None.
 
-    `address` is ``auto`` or ``HOST:PORT``. Without `os.fork`, Ray's own words must do.
+    `address` is ``auto`` or ``HOST:PORT``.
     """
-    if not hasattr(os, "fork"):
-        return None
     answer = _call_in_fork(lambda: _ask(ray, address, seconds), seconds)
     if answer is None:
         return f"Ray had no answer within {seconds:.0f} s; nothing, or something else, listens there"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
 import signal
@@ -256,8 +257,6 @@ def _write_all(file: int, data: bytes) -> None:
 
 def _check_open(descriptor: int) -> None:
     """Raise OSError if `descriptor` cannot be written to."""
-    import fcntl
-
     if descriptor in (1, 2):
         (sys.stdout if descriptor == 1 else sys.stderr).fileno()  # raises if we found it closed
     if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:

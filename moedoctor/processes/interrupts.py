@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE_SECONDS = 10.0
 """A signal so long after the first ends the process at once, also inside `hold_signals`."""
 
@@ -44,8 +44,7 @@ def install() -> None:
 
 def block() -> None:
     """Let no signal change the exit code any more. Python gives them back to the system before it ends."""
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def exit_code(otherwise: int = 130) -> int:
