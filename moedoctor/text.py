@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 # Not compiled here: that takes 5 ms, also of every command that reads no file.
 _UNPRINTABLE = "[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
-
 MAX_ENTRIES = 1_000_000
 MAX_LEVELS = 64
 
@@ -193,8 +192,6 @@ _EXPECTED = {
     "too_short": "must not be empty",
     "string_too_short": "must not be empty",
 }
-
-
 _MOST_ECHOED = 200
 """Characters of an input in a message."""
 _LONGEST_MESSAGE = 1000

@@ -22,8 +22,6 @@ _TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _HEAD_SECONDS = 2.0
 _HEAD_LOST_SECONDS = 30.0
 """Ray itself gives up after 60 s, and ends the process."""
-
-
 is_lost = False
 """True if a cluster lost its head in this process; Ray's threads then crash its usual end."""
 

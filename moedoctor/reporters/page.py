@@ -36,7 +36,6 @@ TONES = {
 }
 """Verdict or severity -> how a format sets it apart: good, bad, warn, info, quiet or odd."""
 
-
 Text = str | Span | tuple[str | Span, ...]
 
 

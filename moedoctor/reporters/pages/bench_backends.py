@@ -128,8 +128,6 @@ _COLUMNS = {
     "cosine": "{cosine:.5f}{bits}",
     "controls": "{controls_noticed}",
 }
-
-
 _TIMES = ("time", "p20–p80", "warm", "eager")
 
 
