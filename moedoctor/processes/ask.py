@@ -204,7 +204,7 @@ class Tail:
         return kept.decode("utf-8", "backslashreplace")
 
 
-class Child:
+class Child(contextlib.AbstractContextManager["Child"]):
     """A guarded ``python -m module``, from its start to the end of a ``with`` block, which ends it.
 
     `descriptors` are inherited, and their numbers are its arguments.
@@ -272,9 +272,6 @@ class Child:
             self.process.wait()
         self.log.read()
         os.close(self.log.pipe)
-
-    def __enter__(self) -> Child:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
