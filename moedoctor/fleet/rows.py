@@ -67,8 +67,8 @@ class Row:
     start_seconds: float | None = None
     """The time that the node took before, to start a Ray worker for it; 0 if one was there."""
     python: str | None = None
-    report: Mapping[str, Any] | None = None
     checksums: Mapping[str, str] = field(default_factory=dict)
+    report: Mapping[str, Any] | None = None
     file: str | None = None
     """The file of the row, relative to the folder of the reports."""
 
@@ -193,19 +193,9 @@ def _read_seconds(value: Any) -> float | None:
 
 def to_document(row: Row) -> dict[str, Any]:
     """Return the row for its file; the name of the host is only in the file of a fleet with --show-hosts."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "command": "fleet answer",
-        "node": row.place.node,
-        "gpu": row.place.gpu,
-        "status": row.status.value,
-        "reason": row.reason,
-        "seconds": row.seconds,
-        "start_seconds": row.start_seconds,
-        "python": row.python,
-        "checksums": dict(row.checksums),
-        "report": row.report,
-    }
+    fields = {name: value for name, value in vars(row).items() if name not in ("place", "file")}
+    head = {"schema_version": SCHEMA_VERSION, "command": "fleet answer"}
+    return {**head, "node": row.place.node, "gpu": row.place.gpu, **fields}
 
 
 def from_document(data: Mapping[str, Any], host: str, file: str) -> Row:
