@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moedoctor.commands.options import Full, InputError, Output, PageFormat, convert_errors, option
+from moedoctor.commands.options import Full, InputError, Output, PageFormat, convert_errors, declare, option
 from moedoctor.commands.pages import deliver_document
 
 _File = Annotated[Path, typer.Argument(metavar="CAPSULE", help="A file that a recording made.")]
@@ -30,22 +30,20 @@ def show(file: _File, format: PageFormat = "table", output: Output = None, full:
 
 
 @capsule.command()
+@declare(
+    target=typer.Argument(metavar="FILE", help="The new capsule."),
+    without_weights="Leave out everything that is part of the model.",
+    synthetic_weights="Random codes under the same scales, of the same shapes.",
+    max_size=option(
+        "MB", "Keep as few tokens as show the failure, if all do not fit into this size (10^6 bytes)."
+    ),
+)
 def copy(
     file: _File,
-    target: Annotated[Path, typer.Argument(metavar="FILE", help="The new capsule.")],
-    without_weights: Annotated[
-        bool, typer.Option("--without-weights", help="Leave out everything that is part of the model.")
-    ] = False,
-    synthetic_weights: Annotated[
-        bool,
-        typer.Option("--synthetic-weights", help="Random codes under the same scales, of the same shapes."),
-    ] = False,
-    max_size: Annotated[
-        float | None,
-        option(
-            "MB", "Keep as few tokens as show the failure, if all do not fit into this size (10^6 bytes)."
-        ),
-    ] = None,
+    target: Path,
+    without_weights: bool = False,
+    synthetic_weights: bool = False,
+    max_size: float | None = None,
 ) -> int:
     """Copy a capsule, so that it can be shared where weights must not be."""
     from moedoctor.processes.files import OutputError

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -18,6 +18,7 @@ from moedoctor.commands.options import (
     InputError,
     Output,
     convert_errors,
+    declare,
     option,
     read_ignores,
     require_writable,
@@ -30,27 +31,23 @@ if TYPE_CHECKING:
     from moedoctor.diagnose.checkpoint.repair import Repaired
 
 
+@declare(
+    checkpoint=typer.Argument(metavar="CHECKPOINT", help="A folder with config.json and safetensors files."),
+    fix=option(
+        "DIR",
+        "Write a repaired copy of the checkpoint to this new folder. Files without repairs are hard "
+        "links to the original, which stays as it is.",
+    ),
+    ask=typer.Option("--ask/--no-ask", help="Also ask the installed vLLM to load it, which takes seconds."),
+    adapter=option("DIR", "Also ask the installed vLLM to apply the LoRA adapter in this folder."),
+)
 def lint(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A folder with config.json and safetensors files.")
-    ],
+    checkpoint: Path,
     format: CheckFormat = "table",
     output: Output = None,
-    fix: Annotated[
-        Path | None,
-        option(
-            "DIR",
-            "Write a repaired copy of the checkpoint to this new folder. Files without repairs are hard "
-            "links to the original, which stays as it is.",
-        ),
-    ] = None,
-    ask: Annotated[
-        bool,
-        typer.Option("--ask/--no-ask", help="Also ask the installed vLLM to load it, which takes seconds."),
-    ] = True,
-    adapter: Annotated[
-        Path | None, option("DIR", "Also ask the installed vLLM to apply the LoRA adapter in this folder.")
-    ] = None,
+    fix: Path | None = None,
+    ask: bool = True,
+    adapter: Path | None = None,
     fail_on: FailOn = "warning",
     ignore: IgnoreOption = None,
     full: Full = False,
