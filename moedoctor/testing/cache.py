@@ -10,7 +10,7 @@ import torch
 
 from moedoctor.reference.expert_cache import differ
 from moedoctor.reference.moe import MoeWeights, forward
-from moedoctor.testing.questions import Setting, UnfitError, takes
+from moedoctor.testing.questions import Setting, UnfitError, pad_rows, takes
 
 # E = experts, C = slots, T = tokens, K = top_k, H = hidden size, I = intermediate size
 _HIDDEN, _INTERMEDIATE = 32, 16
@@ -68,12 +68,6 @@ def _skip(ids: torch.Tensor) -> torch.Tensor:
     return ids
 
 
-def _pad(ids: torch.Tensor) -> torch.Tensor:
-    wide = torch.full((ids.shape[0], ids.shape[1] + 3), 10**6, dtype=ids.dtype)  # [T, K + 3]
-    wide[:, : ids.shape[1]] = ids
-    return wide[:, : ids.shape[1]]
-
-
 def _list_too_many(sizes: Mapping[str, int], draw: torch.Generator) -> Iterator[torch.Tensor]:
     """Give an ordinary call, one that needs more experts than there are slots, and ordinary ones."""
     experts, slots = sizes["experts"], sizes["slots"]
@@ -98,7 +92,7 @@ CALLS: Mapping[str, Callable[[Mapping[str, int], torch.Generator], Iterator[torc
     "repeated_ids": _change_each(_repeat),
     "skipped_ids": _change_each(_skip),
     "int64_ids": _change_each(torch.Tensor.long),
-    "padded_ids": _change_each(_pad),
+    "padded_ids": _change_each(lambda ids: pad_rows(ids, 3, 10**6)),
     "unknown_ids": _list_unknown,
     "too_many_experts": _list_too_many,
     "usable_after_an_error": _list_too_many,

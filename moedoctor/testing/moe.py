@@ -17,7 +17,7 @@ from moedoctor.reference.agreement import Bounds, agree, choose_bounds
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe_layer import Layer, compute_expected, make_layer, make_problem
 from moedoctor.reference.nvfp4 import Nvfp4
-from moedoctor.testing.questions import FORMATS, Setting, UnfitError, takes
+from moedoctor.testing.questions import FORMATS, Setting, UnfitError, pad_rows, takes
 
 # T = tokens, E = experts, K = top_k, H = hidden size, I = intermediate size
 _UNITS = {"bf16": 8, "fp8": 16, "fp8-block": 16, "nvfp4": 16, "mxfp4": 32}
@@ -110,10 +110,7 @@ def _raise_values(problem: Problem) -> None:
 
 def _pad(problem: Problem, *names: str) -> None:
     for name in names:
-        tensor = getattr(problem, name)  # [T, N]
-        wide = tensor.new_ones(tensor.shape[0], tensor.shape[1] + 8)
-        wide[:, : tensor.shape[1]] = tensor
-        setattr(problem, name, wide[:, : tensor.shape[1]])
+        setattr(problem, name, pad_rows(getattr(problem, name), 8, 1))
 
 
 def _cast_ids(problem: Problem) -> None:

@@ -93,6 +93,14 @@ def takes(function: Any, parameter: str) -> bool:
     return parameter in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
+def pad_rows(rows: Any, more: int, value: float) -> Any:
+    """Return a tensor [T, N] as a part of wider rows, with `more` places of a value behind each."""
+    count = rows.shape[1]
+    wide = rows.new_full((len(rows), count + more), value)  # [T, N + more]
+    wide[:, :count] = rows
+    return wide[:, :count]
+
+
 def requires(function: Any, parameter: str) -> bool:
     """Return True if a function cannot be called without that parameter."""
     found = inspect.signature(function).parameters.get(parameter)

@@ -10,7 +10,7 @@ import torch
 
 from moedoctor.reference import routing as reference
 from moedoctor.reference.agreement import find_differing_rows
-from moedoctor.testing.questions import Setting, UnfitError, requires, takes
+from moedoctor.testing.questions import Setting, UnfitError, pad_rows, requires, takes
 
 # T = tokens, E = experts, K = top_k
 
@@ -36,13 +36,6 @@ def _mask_half(call: Call) -> None:
     call.logits[:, ::2] = -torch.inf
     if call.logits.shape[1] // 2 < call.top_k:
         raise UnfitError("fewer experts are left than top_k")
-
-
-def _pad_rows(logits: torch.Tensor) -> torch.Tensor:
-    tokens, experts = logits.shape
-    wide = logits.new_full((tokens, experts + 5), 100.0)  # [T, E + 5]
-    wide[:, :experts] = logits
-    return wide[:, :experts]
 
 
 def _change(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Call], None]:
@@ -83,7 +76,7 @@ CHANGES: Mapping[str, Callable[[Call], Any]] = {
     "masked_rows": lambda call: _put(call, -torch.inf),
     "equal_logits": lambda call: _put(call, 1.5),
     "large_logits": _change(lambda logits: logits * 1e4),
-    "padded_rows": _change(_pad_rows),
+    "padded_rows": _change(lambda logits: pad_rows(logits, 5, 100.0)),
     "column_major": _change(lambda logits: logits.t().contiguous().t()),
     "renormalized": lambda call: call.options.update(renormalize=True),
     "scores_of_zero": _lower,
