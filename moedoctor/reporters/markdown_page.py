@@ -6,25 +6,7 @@ import html
 import re
 from urllib.parse import quote
 
-from moedoctor.reporters.page import (
-    Answer,
-    Block,
-    Bullets,
-    Fold,
-    Heading,
-    Item,
-    Page,
-    Paragraph,
-    Picture,
-    Preformatted,
-    Prose,
-    Span,
-    Step,
-    Table,
-    Text,
-    split_spans,
-    strip_styles,
-)
+from moedoctor.reporters import page as blocks
 from moedoctor.text import clean, escape_commands, join_lines
 
 _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<=\s)#|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
@@ -36,18 +18,18 @@ _IN_TICKS = re.compile(r"(?<!`)(`(?!`)[^`|]+`)(?!`)")
 """Code; a cell of a table would end at |, also inside it."""
 
 
-def to_markdown(page: Page) -> str:
+def to_markdown(page: blocks.Page) -> str:
     """Return the page as Markdown that ends with a line end."""
     parts: list[str] = []
     shown = [
         block
         for block in page
-        if not isinstance(block, Answer) and not (isinstance(block, Picture) and not block.file)
+        if not isinstance(block, blocks.Answer) and not (isinstance(block, blocks.Picture) and not block.file)
     ]
     for index, block in enumerate(shown):
         if index:
             # The items of one list follow each other without an empty line.
-            together = isinstance(block, Item) and isinstance(shown[index - 1], Item)
+            together = isinstance(block, blocks.Item) and isinstance(shown[index - 1], blocks.Item)
             parts.append("\n" if together else "\n\n")
         parts.append(_write_block(block))
     return escape_commands("".join(parts)) + "\n"
@@ -81,10 +63,10 @@ def _escape_inline(text: str) -> str:
     return _MENTION.sub("@<!-- -->", escaped)
 
 
-def _write_text(text: Text) -> str:
+def _write_text(text: blocks.Text) -> str:
     """Return inline Markdown."""
     line = ""
-    for span in split_spans(text):
+    for span in blocks.split_spans(text):
         line += _write_span(span.text, span.style, first=not line.strip())
     return line
 
@@ -104,37 +86,38 @@ def _write_span(text: str, style: str, *, first: bool) -> str:
     return f"{left}**{escaped}**{right}" if style == "bold" and escaped else f"{left}{escaped}{right}"
 
 
-def _write_block(block: Block) -> str:
-    if isinstance(block, Heading):
+def _write_block(block: blocks.Block) -> str:
+    if isinstance(block, blocks.Heading):
         return f"{'#' * block.level} {_write_text(block.text)}"
-    if isinstance(block, Paragraph):
+    if isinstance(block, blocks.Paragraph):
         return _write_text(block.text)
-    if isinstance(block, Step):
-        return _write_text((Span("Next: ", "bold"), *split_spans(block.text)))
-    if isinstance(block, Fold):
+    if isinstance(block, blocks.Step):
+        return _write_text((blocks.Span("Next: ", "bold"), *blocks.split_spans(block.text)))
+    if isinstance(block, blocks.Fold):
         inside = to_markdown(block.blocks)
         if block.open:
             return f"## {_write_text(block.title)}\n\n{inside}".rstrip()
         # GitHub reads Markdown within HTML only after an empty line.
-        return f"<details><summary>{html.escape(strip_styles(block.title))}</summary>\n\n{inside}\n</details>"
-    if isinstance(block, Bullets):
+        title = html.escape(blocks.strip_styles(block.title))
+        return f"<details><summary>{title}</summary>\n\n{inside}\n</details>"
+    if isinstance(block, blocks.Bullets):
         return "\n".join(f"- {_write_text(item)}" for item in block.items)
-    if isinstance(block, Item):
+    if isinstance(block, blocks.Item):
         lines = [f"- **{escape(block.word)}** {_write_text(block.title)}"]
         lines += [
             f"  - {escape(label) + ': ' if label else ''}{_write_text(text)}" for label, text in block.lines
         ]
         return "\n".join(lines)
-    if isinstance(block, Table):
+    if isinstance(block, blocks.Table):
         marks = ["---:" if mark == "r" else "---" for mark in block.align.ljust(len(block.header), "l")]
         rows = [[escape(name) for name in block.header], marks]
         rows += [[_write_text(cell) for cell in row] for row in block.rows]
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    if isinstance(block, Preformatted):
+    if isinstance(block, blocks.Preformatted):
         text = clean(block.text)
         fence = "`" * max(3, 1 + max((len(run) for run in _TICKS.findall(text)), default=0))
         return f"{fence}text\n{text}\n{fence}"
-    if isinstance(block, Prose):
+    if isinstance(block, blocks.Prose):
         return clean(block.markdown).strip()
-    assert isinstance(block, Picture)
+    assert isinstance(block, blocks.Picture)
     return f"![{escape(block.chart.title)}]({quote(block.file, errors='replace')})"

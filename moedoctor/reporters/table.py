@@ -9,26 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from moedoctor.interfaces import Reporter
-from moedoctor.reporters.page import (
-    TONES,
-    Answer,
-    Block,
-    Bullets,
-    Fold,
-    Heading,
-    Item,
-    Page,
-    Paragraph,
-    Picture,
-    Preformatted,
-    Prose,
-    Span,
-    Step,
-    Table,
-    Text,
-    split_spans,
-    strip_styles,
-)
+from moedoctor.reporters import page as blocks
 from moedoctor.reporters.pages.run import Detail, run_page
 from moedoctor.reporters.text import format_environment
 from moedoctor.results import Report
@@ -71,7 +52,7 @@ _COLORS = {
     "quiet": "dim",
     "odd": "magenta",
 }
-_STYLES = {word: _COLORS[tone] for word, tone in TONES.items()} | {"bold": "bold", "dim": "dim"}
+_STYLES = {word: _COLORS[tone] for word, tone in blocks.TONES.items()} | {"bold": "bold", "dim": "dim"}
 
 
 class TableReporter(Reporter):
@@ -87,16 +68,16 @@ class TableReporter(Reporter):
         items: int | None = None  # every scenario whole; if that is too long, a few lines for each
         while True:
             _, *page = run_page(report, detail, items=items)  # without its title, which the last line has
-            page.append(Paragraph(Span(format_environment(report), "dim")))
+            page.append(blocks.Paragraph(blocks.Span(format_environment(report), "dim")))
             if not self._verbose:
-                page.append(Step(_MORE))
+                page.append(blocks.Step(_MORE))
             text = to_text(page, colour=colour, width=width or DEFAULT_WIDTH)
             if self._verbose or items == 0 or text.count("\n") <= MOST_LINES:
                 return text
             items = len(report.scenarios) if items is None else items - max(1, items // _STEPS)
 
 
-def to_text(page: Page, *, colour: bool = False, width: int | None = None) -> str:
+def to_text(page: blocks.Page, *, colour: bool = False, width: int | None = None) -> str:
     """Return the page as lines of at most `width` columns; without a width, lines do not wrap."""
     from rich.console import Console
 
@@ -115,11 +96,11 @@ def to_text(page: Page, *, colour: bool = False, width: int | None = None) -> st
         emoji=False,
         highlight=False,
     )
-    before: Block | None = None
+    before: blocks.Block | None = None
     for block in _flatten(page):
         if before is not None and not _close(before, block):
             console.print()
-        if isinstance(block, Prose):
+        if isinstance(block, blocks.Prose):
             console.print(_draw_prose(block.markdown, drawn=width is not None))
         for part in _draw_block(block, console.width):
             console.print(part)
@@ -127,42 +108,42 @@ def to_text(page: Page, *, colour: bool = False, width: int | None = None) -> st
     return escape_commands("\n".join(line.rstrip() for line in out.getvalue().split("\n")))
 
 
-def _flatten(page: Page) -> Iterator[Block]:
+def _flatten(page: blocks.Page) -> Iterator[blocks.Block]:
     """Give the blocks that a terminal shows: no pictures, no answer at the top, and folds as sections."""
     for block in page:
-        if isinstance(block, Fold):
-            yield Heading(block.title)
+        if isinstance(block, blocks.Fold):
+            yield blocks.Heading(block.title)
             yield from _flatten(block.blocks)
-        elif not isinstance(block, (Picture, Answer)):
+        elif not isinstance(block, (blocks.Picture, blocks.Answer)):
             yield block
 
 
-def _close(before: Block, block: Block) -> bool:
+def _close(before: blocks.Block, block: blocks.Block) -> bool:
     """Return whether the two follow each other without an empty line."""
-    if isinstance(before, Heading):
-        return not isinstance(block, Heading)
-    if isinstance(block, (Paragraph, Step)):
-        return isinstance(before, (Paragraph, Step))
-    return isinstance(block, Item) and isinstance(before, Item)
+    if isinstance(before, blocks.Heading):
+        return not isinstance(block, blocks.Heading)
+    if isinstance(block, (blocks.Paragraph, blocks.Step)):
+        return isinstance(before, (blocks.Paragraph, blocks.Step))
+    return isinstance(block, blocks.Item) and isinstance(before, blocks.Item)
 
 
-def _draw_block(block: Block, columns: int) -> Iterator[RenderableType]:
-    if isinstance(block, Heading):
+def _draw_block(block: blocks.Block, columns: int) -> Iterator[RenderableType]:
+    if isinstance(block, blocks.Heading):
         yield _make_line(block.text, "bold")
-    elif isinstance(block, Paragraph):
+    elif isinstance(block, blocks.Paragraph):
         yield _make_line(block.text)
-    elif isinstance(block, Step):
-        yield _make_line((Span("Next: ", "bold"), *split_spans(block.text)))
-    elif isinstance(block, Bullets):
+    elif isinstance(block, blocks.Step):
+        yield _make_line((blocks.Span("Next: ", "bold"), *blocks.split_spans(block.text)))
+    elif isinstance(block, blocks.Bullets):
         grid = _make_grid(1)
         for item in block.items:
             grid.add_row("-", _make_line(item))
         yield grid
-    elif isinstance(block, Item):
+    elif isinstance(block, blocks.Item):
         yield _draw_item(block)
-    elif isinstance(block, Table):
+    elif isinstance(block, blocks.Table):
         yield from _fit_table(block, columns)
-    elif isinstance(block, Preformatted):
+    elif isinstance(block, blocks.Preformatted):
         yield _indent(_make_plain_line(clean(block.text)))
 
 
@@ -176,9 +157,9 @@ def _make_grid(gap: int, width: int | None = None) -> Grid:
     return grid
 
 
-def _draw_item(item: Item) -> Grid:
+def _draw_item(item: blocks.Item) -> Grid:
     grid, labels = _make_grid(2, max(len("reproduced"), len(join_lines(item.word)))), _make_grid(1)
-    grid.add_row(_make_line(Span(item.word, item.word)), _make_line(item.title))
+    grid.add_row(_make_line(blocks.Span(item.word, item.word)), _make_line(item.title))
     for label, text in item.lines:
         if label:
             labels.add_row(_make_line(f"{label}:"), _make_line(text))
@@ -189,14 +170,14 @@ def _draw_item(item: Item) -> Grid:
     return grid
 
 
-def _fit_table(table: Table, columns: int) -> Iterator[RenderableType]:
+def _fit_table(table: blocks.Table, columns: int) -> Iterator[RenderableType]:
     """Draw a table so that no word breaks: as it is, on its side, or each row as a list of its cells."""
     if not table.header:
         return
     shapes = [_put_under_groups(table) if table.grouped else table]
     if len(table.rows) <= _SIDE_BY_SIDE and not table.grouped:
         first, *others = zip(table.header, *table.rows, strict=True)
-        shapes.append(Table(first, others))
+        shapes.append(blocks.Table(first, others))
     for shape in shapes:
         indent = _INDENT if shape.grouped else 0
         if widths := _choose_widths(shape, columns - indent):
@@ -211,27 +192,27 @@ def _fit_table(table: Table, columns: int) -> Iterator[RenderableType]:
             if not title:
                 mark = f"{text} "
             elif text:
-                grid.add_row(_make_plain_line(f"{title}:"), _make_line((mark, *split_spans(cell))))
+                grid.add_row(_make_plain_line(f"{title}:"), _make_line((mark, *blocks.split_spans(cell))))
                 mark = ""
         yield grid
 
 
-def _put_under_groups(table: Table) -> Table:
+def _put_under_groups(table: blocks.Table) -> blocks.Table:
     """Return a table whose groups have a row of their own with the group's name, above their other cells."""
-    rows: list[Sequence[Text]] = []
+    rows: list[Sequence[blocks.Text]] = []
     for group, members in itertools.groupby(table.rows, key=lambda row: row[0]):
-        name, inside = Span(strip_styles(group), "bold"), [row[1:] for row in members]
-        if len(inside) == 1 and not strip_styles(inside[0][0]):
+        name, inside = blocks.Span(blocks.strip_styles(group), "bold"), [row[1:] for row in members]
+        if len(inside) == 1 and not blocks.strip_styles(inside[0][0]):
             rows.append((name, *inside[0][1:]))
         else:
             rows += [
                 (name, *[""] * (len(table.header) - 2)),
-                *((strip_styles(row[0]), *row[1:]) for row in inside),
+                *((blocks.strip_styles(row[0]), *row[1:]) for row in inside),
             ]
-    return Table(table.header[1:], rows, table.align[1:], grouped=True)
+    return blocks.Table(table.header[1:], rows, table.align[1:], grouped=True)
 
 
-def _choose_widths(table: Table, columns: int) -> list[int]:
+def _choose_widths(table: blocks.Table, columns: int) -> list[int]:
     """Return the width of each column in which no word breaks; nothing if there is not enough room.
 
     A verdict is one word. What is left goes where it saves most lines.
@@ -283,7 +264,7 @@ def _count_lines(words: Sequence[int], width: int) -> int:
     return count
 
 
-def _draw_table(table: Table, widths: Sequence[int]) -> Grid:
+def _draw_table(table: blocks.Table, widths: Sequence[int]) -> Grid:
     from rich import box
     from rich.table import Table as Grid
 
@@ -296,7 +277,7 @@ def _draw_table(table: Table, widths: Sequence[int]) -> Grid:
             overflow="fold",
         )
     for first, *others in table.rows:
-        inside = table.grouped and not isinstance(first, Span)
+        inside = table.grouped and not isinstance(first, blocks.Span)
         grid.add_row(_indent(_make_line(first)) if inside else _make_line(first), *map(_make_line, others))
     return grid
 
@@ -317,12 +298,12 @@ def _indent(text: Line) -> RenderableType:
     return Padding(text, (0, 0, 0, _INDENT), expand=False)
 
 
-def _make_line(text: Text, style: str = "") -> Line:
+def _make_line(text: blocks.Text, style: str = "") -> Line:
     """Return cleaned text on one line, which rich takes as it is."""
     from rich.text import Text as Line
 
     line = Line(style=style, overflow="fold")
-    for span in split_spans(text):
+    for span in blocks.split_spans(text):
         left = " " if span.text[:1].isspace() and len(line) else ""
         right = " " if span.text[-1:].isspace() and span.text.strip() else ""
         line.append(f"{left}{join_lines(span.text)}{right}", _STYLES.get(span.style, ""))
