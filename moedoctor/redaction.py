@@ -176,7 +176,6 @@ class Redactor:
 
     @classmethod
     def from_this_process(cls) -> Redactor:
-        """Return the redactor for this process."""
         return cls.from_environment(os.environ, platform.node())
 
     def mask(self, text: str) -> str:

@@ -138,7 +138,6 @@ def preflight(
 
 
 def _write_headers(words: list[str], output: Path | None) -> int:
-    """Write the headers of a checkpoint folder into a file."""
     from moedoctor.diagnose.preflight.model import ModelError, pack_headers
     from moedoctor.text import format_size
 

@@ -32,7 +32,6 @@ _ASKED = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option."""
     group = parser.getgroup("moedoctor")
     group.addoption(
         "--moedoctor",

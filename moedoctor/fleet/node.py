@@ -112,7 +112,6 @@ def _measure_age() -> float | None:
 
 
 def _find_package(name: str) -> Any:
-    """Return the spec of a package, or None."""
     with contextlib.suppress(ImportError, ValueError):
         return importlib.util.find_spec(name)
     return None

@@ -64,7 +64,6 @@ def _escape_inline(text: str) -> str:
 
 
 def _write_text(text: blocks.Text) -> str:
-    """Return inline Markdown."""
     line = ""
     for span in blocks.split_spans(text):
         line += _write_span(span.text, span.style, first=not line.strip())

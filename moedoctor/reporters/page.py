@@ -40,7 +40,6 @@ Text = str | Span | tuple[str | Span, ...]
 
 
 def split_spans(text: Text) -> tuple[Span, ...]:
-    """Return `text` as spans."""
     parts = text if isinstance(text, tuple) else (text,)
     return tuple(part if isinstance(part, Span) else Span(part) for part in parts)
 

@@ -91,7 +91,6 @@ class _Server:
                         end_tree(pid)
 
     def start(self, asked: dict[str, Any]) -> None:
-        """Fork the child of a job."""
         index = asked["start"]
         try:
             request = from_json(child.Request, asked["request"])
@@ -145,7 +144,6 @@ class _Server:
             self.send(ended=job.index, status=status, answer=answer, stderr=job.stderr.decode())
 
     def send(self, **message: Any) -> None:
-        """Tell the pool."""
         self.link.send_bytes(json.dumps(message).encode())
 
 

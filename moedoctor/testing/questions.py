@@ -174,14 +174,12 @@ class ConformReport:
 
     @property
     def summary(self) -> ConformSummary:
-        """The counts."""
         verdicts = [answer.verdict for answer in self.answers]
         counts = {verdict.value: verdicts.count(verdict) for verdict in Verdict}
         return ConformSummary(**counts, failed=len(self.failed))
 
     @property
     def failed(self) -> Sequence[Answer]:
-        """The answers that do not pass."""
         return [answer for answer in self.answers if not answer.passes]
 
     @property

@@ -62,7 +62,6 @@ class AuditDocument:
     def from_items(
         cls, items: tuple[AuditItem, ...], gpu: Capability | None, tool: str | None
     ) -> AuditDocument:
-        """Return the document of an audit."""
         findings = tuple(
             AuditFinding("MD004", None, f"{item.path}: {describe_verdict(item)}", 1.0, step)
             for item in items
@@ -72,7 +71,6 @@ class AuditDocument:
 
     @property
     def summary(self) -> AuditSummary:
-        """The counts."""
         verdicts = Counter(item.verdict for item in self.items)
         lacking = sum(bool(item.lacks) for item in self.items)
         skipped = sum(bool(item.skipped) for item in self.items)

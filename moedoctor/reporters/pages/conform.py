@@ -32,7 +32,6 @@ def make_conform_page(report: ConformReport) -> list[Block]:
 
 
 def summarize(report: ConformReport) -> str:
-    """Return the badge."""
     return report.badge
 
 

@@ -49,7 +49,6 @@ class Claim:
     source: str
     outcomes: tuple[Outcome, ...] = ()
     subject: str = ""
-    """The subject."""
     conditions: str = ""
     """The conditions under which it was said to hold."""
 

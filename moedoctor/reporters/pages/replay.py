@@ -259,7 +259,6 @@ def _make_row(backend: BackendReplay) -> list[str]:
 
 
 def make_capsule_page(facts: CapsuleDocument) -> list[Block]:
-    """Return what a capsule holds."""
     file = facts.file
     rows = [[each.name, each.type, str(list(each.shape)), f"{each.bytes:,}"] for each in facts.tensors]
     judged = facts.has_output and facts.record["weights"] == "recorded"

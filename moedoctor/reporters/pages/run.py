@@ -383,7 +383,6 @@ def _is_tested(claim: ClaimResult) -> bool:
 
 
 def _show_claim(claim: ClaimResult) -> Item:
-    """Return a claim with its verdict, the reason and the figures."""
     title = (claim.text + " (", Span(claim.source, "source"), ")")
     lines = (claim.reason or "", format_evidence(omit_records(claim.evidence)))
     return Item(claim.verdict.value, title, [("", line) for line in lines if line])

@@ -106,7 +106,6 @@ def triage_page(document: TriageDocument) -> list[Block]:
 
 
 def _make_page(part: TriageDocument, read: LookedAt) -> list[Block]:
-    """Return what one text shows."""
     page: list[Block] = [_show_finding(finding, read.error) for finding in part.findings]
     if read.error and all(finding.line != read.error.line for finding in part.findings):
         page.insert(0, _show_cause(read.error))
