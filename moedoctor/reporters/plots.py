@@ -50,7 +50,10 @@ def draw_svg(chart: Chart, *, caption: bool) -> str:
     marker and dashes of its own, and its name at its end. Raises PlotError without matplotlib, ValueError for
     0 or less on a logarithmic axis.
     """
-    matplotlib = import_library("matplotlib")
+    try:
+        matplotlib, figures = map(importlib.import_module, ("matplotlib", "matplotlib.figure"))
+    except ImportError:
+        raise PlotError(explain_missing_package("matplotlib", "plots")) from None
     matplotlib.use("svg")
     style = {
         # The ids in two pictures of one page must differ.
@@ -71,7 +74,7 @@ def draw_svg(chart: Chart, *, caption: bool) -> str:
     note = textwrap.wrap(join_lines(chart.caption), _NOTE) if caption else []
     height = _PLOT + _TOP * len(title) + 0.12 + _BOTTOM + _LINE * len(note)
     with matplotlib.rc_context(style):
-        figure = import_library("matplotlib.figure").Figure(figsize=(_WIDTH, height))
+        figure = figures.Figure(figsize=(_WIDTH, height))
         letters = max(len(part) for name in names for part in name.split("\n"))
         right = _WIDTH - _LEFT - letters * _LETTER - 0.2
         bottom = _BOTTOM + _LINE * len(note)
@@ -200,15 +203,6 @@ def _choose_looks(series: Sequence[Series]) -> list[dict[str, Any]]:
             color, shape, dashes = next(others)
             looks.append({"color": color, "marker": shape, "linestyle": dashes})
     return looks
-
-
-def import_library(name: str) -> Any:
-    """Import a library. Raises PlotError, with what to install, if it is missing."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        package = name.partition(".")[0]
-        raise PlotError(explain_missing_package(package, "plots")) from None
 
 
 def place_log_ticks(values: Sequence[float]) -> list[float]:
