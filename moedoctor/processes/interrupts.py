@@ -31,7 +31,7 @@ class Interrupted(KeyboardInterrupt):
     """The work was ended by a signal, whose number is `number`."""
 
     def __init__(self, number: int, ended: Any = None) -> None:
-        """`ended` is what a child gave until then, if `run_module` raises this."""
+        """`ended` is what was done until then, if `run_module` or `run_requests` raises this."""
         super().__init__(signal.Signals(number).name)
         self.number = number
         self.ended = ended

@@ -51,16 +51,6 @@ class _Running:
     killed: bool = False
 
 
-class RunInterruptedError(Exception):
-    """A signal: every child is dead, `finished` holds what was done before."""
-
-    def __init__(self, finished: Sequence[Finished], number: int) -> None:
-        """`number` is that of the signal."""
-        super().__init__("interrupted")
-        self.finished = tuple(finished)
-        self.number = number
-
-
 class ServerError(Exception):
     """A fork server that does not start, or lacks torch; one line says why."""
 
@@ -75,7 +65,7 @@ def run_requests(
     """Carry out requests: those of ``cpu`` up to `parallel` at once, those of a GPU as each of them allows.
 
     A GPU's requests start in order; see `Request.together`. After `seconds` the children are killed.
-    Returns what finished, in the order of `requests`. Raises RunInterruptedError, with all children killed,
+    Returns what finished, in the order of `requests`. Raises Interrupted, with that and all children killed,
     on Ctrl-C, SIGTERM and SIGHUP, and ServerError if no process can be started or a request needs a torch
     that is not installed.
     """
@@ -85,7 +75,7 @@ def run_requests(
             while (run.waiting or run.running) and time.monotonic() < run.end:
                 run.step()
         except interrupts.Interrupted as stop:
-            raise RunInterruptedError(run.list_finished(), stop.number) from None
+            raise interrupts.Interrupted(stop.number, run.list_finished()) from None
         finally:
             if run.running:
                 _stop_server()

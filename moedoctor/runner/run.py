@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import moedoctor
+from moedoctor.processes import interrupts
 from moedoctor.redaction import Redactor
 from moedoctor.results import Report
 from moedoctor.runner.judge import judge, summarize
 from moedoctor.runner.plan import Plan, order_by_cost
-from moedoctor.runner.pool import Finished, RunInterruptedError, run_requests
+from moedoctor.runner.pool import Finished, run_requests
 
 Progress = Callable[[int, int, str], None]
 """(finished, total, what finished) -> None."""
@@ -43,8 +44,8 @@ def run(
     try:
         requests = [unit.request for unit in units]
         ended = run_requests(requests, parallel=parallel, on_finished=note_finished, seconds=time_budget)
-    except RunInterruptedError as stop:
-        ended, interrupted = list(stop.finished), True
+    except interrupts.Interrupted as stop:
+        ended, interrupted = stop.ended, True
     by_unit = {units[done.index]: done for done in ended}
     why = "interrupted" if interrupted else f"--time-budget {time_budget or 0:g} s ended"
     results = tuple(judge(plan, by_unit, why, parallel, environment.get("gpu")) for plan in plans)

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes_seen import still_runs
 
-from moedoctor.processes import guardian
+from moedoctor.processes import guardian, interrupts
 from moedoctor.results import Case, Crash, Death, Observation, Outcome, Tier
 from moedoctor.runner import pool
 from moedoctor.runner.child import Request
-from moedoctor.runner.pool import Finished, RunInterruptedError, run_requests
+from moedoctor.runner.pool import Finished, run_requests
 
 pytestmark = pytest.mark.usefixtures("dying_plugin", "server_without_torch")
 
@@ -188,10 +188,10 @@ def test_a_signal_kills_the_children_and_keeps_what_finished() -> None:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
     started = time.monotonic()
-    with pytest.raises(RunInterruptedError) as stop:
+    with pytest.raises(interrupts.Interrupted) as stop:
         run_requests([job("answers"), job("hang", timeout=600)], parallel=1, on_finished=after_first)
     assert time.monotonic() - started < 30
-    assert [child.index for child in stop.value.finished] == [0]
+    assert [child.index for child in stop.value.ended] == [0]
     assert stop.value.number == signal.SIGTERM
     assert _list_left() == []
 
