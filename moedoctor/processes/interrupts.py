@@ -82,7 +82,7 @@ def hold_signals() -> Iterator[None]:
 
 def _handle(handler: Any) -> dict[int, Any]:
     """Set the handler of each signal that is not ignored; return what was set before."""
-    previous = {number: signal.getsignal(number) for number in SIGNALS}
+    previous: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     for number, before in previous.items():
         if before != signal.SIG_IGN:
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""MD022: shards of FP8 experts that are no multiple of a quantization block."""
+"""MD022: shards of experts that are no multiple of a quantization block, or of MARLIN's tiles."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from moedoctor.results import CaseVerdict, Scalar, Tier
 
 
 class BlockShardsParameters(Parameters):
-    """Experts of one layer with FP8 blocks of 128 × 128, shared by some ranks."""
+    """Experts of one layer with FP8 blocks of 128 × 128, or with FP4 for MARLIN, shared by some ranks."""
 
-    loader: Literal["0.28.0", "0.33.0"] = Field("0.33.0", description="whose loader the control restates")
+    loader: Literal["0.28.0", "0.33.0", "MARLIN 0.23.0"] = Field(
+        "0.33.0", description="whose loader or kernel the control restates"
+    )
     intermediate: int = Field(192, ge=64, le=4096, multiple_of=16)
     tensor_parallel: int = Field(1, ge=1, le=8)
     expert_parallel: bool = Field(False, description="each rank holds whole experts")
@@ -42,7 +44,7 @@ def judge_320(cases: ClaimCases) -> ClaimJudgement:
 
 
 class BlockShards(LoadingFault):
-    """A loader that refuses a shard, or repeats the scales of a block that is not full too often."""
+    """A loader or kernel that refuses a shard, or repeats the scales of a partial block too often."""
 
     id = "MD022"
     parameters = BlockShardsParameters

@@ -1,4 +1,4 @@
-"""MD022 in the child: the scales of each rank's shards, by the loaders of two releases and by ours."""
+"""MD022 in the child: shards by the loaders of two releases, by MARLIN's tiles, and by our rules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from moedoctor.faults.loading.block_shards import BlockShardsParameters
 from moedoctor.faults.loading.loading_lab import ask_installed
-from moedoctor.fixes.moe.shard_scales import expand_scales, take_shard_scales
+from moedoctor.fixes.moe.shard_scales import expand_scales, pad_to_tiles, take_shard_scales
 from moedoctor.reference.checkpoints import Tensors
 from moedoctor.results import Case, Evidence
 
@@ -18,10 +18,13 @@ from moedoctor.results import Case, Evidence
 _BLOCK = 128
 _LEAST = 32
 """The smallest block of a Triton kernel, by `refine_fp8_moe_block_shape`."""
+_TILE_N, _TILE_K = 128, 64
 
 
 def model(case: Case, parameters: BlockShardsParameters, release: object) -> Evidence:
     """Load the scales of every rank, and compare the scale of each weight with that of its block."""
+    if parameters.loader == "MARLIN 0.23.0":
+        return multiply_tiles(parameters, padded=case.subject == "fixed")
     width, hidden = parameters.intermediate, parameters.hidden
     generator = torch.Generator().manual_seed(parameters.seed)
     shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
@@ -52,6 +55,44 @@ def model(case: Case, parameters: BlockShardsParameters, release: object) -> Evi
         "wrong": f"{wrong / total:.1%} of the weights have the scale of another block" if wrong else None,
         "right": f"all {total} weights on {ranks} ranks have the scale of their block",
     }
+
+
+def multiply_tiles(parameters: BlockShardsParameters, *, padded: bool) -> Evidence:
+    """Add up what an expert's shards give, multiplied by MARLIN, and compare it with the whole expert."""
+    generator = torch.Generator().manual_seed(parameters.seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    gate, up = draw(2, parameters.intermediate, parameters.hidden)  # [I, H] each
+    down, x = draw(parameters.hidden, parameters.intermediate), draw(4, parameters.hidden)  # [H, I], [T, H]
+    silu = torch.nn.functional.silu
+    expected = silu(x @ gate.T) * (x @ up.T) @ down.T  # [T, H]
+    given = torch.zeros_like(expected)
+    ranks = 1 if parameters.expert_parallel else parameters.tensor_parallel
+    for shards in zip(*(each.chunk(ranks) for each in (gate, up, down.T)), strict=True):
+        parts = [pad_to_tiles(each, (_TILE_K, 1)) if padded else each for each in shards]  # [I / ranks, H]
+        try:
+            gated, raised = multiply_marlin(x, torch.cat(parts[:2])).chunk(2, 1)  # [T, I / ranks] each
+            given += multiply_marlin(silu(gated) * raised, parts[2].T)
+        except RuntimeError as error:
+            return {"stopped": f"RuntimeError: {error}", "wrong": None, "right": None}
+    wrong = int((given - expected).abs().gt(1e-9 * expected.abs().max()).sum())
+    return {
+        "stopped": None,
+        "wrong": f"{wrong} of {expected.numel()} values differ from the whole expert's" if wrong else None,
+        "right": f"the sum over {ranks} ranks is the whole expert's",
+    }
+
+
+def multiply_marlin(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x [T, K] times a weight [N, K], as MARLIN of 0.23.0 does. Raises its RuntimeError.
+
+    csrc/moe/marlin_moe_wna16/ops.cu finds no configuration of threads for other sizes.
+    """
+    if weight.shape[0] % _TILE_N or weight.shape[1] % _TILE_K:
+        raise RuntimeError("Invalid thread config: thread_m_blocks = 1, thread_k = -1, thread_n = -1")
+    return x @ weight.T
 
 
 def take_upstream(

@@ -1,4 +1,4 @@
-"""Block scales of a shard that begins or ends inside of a block (MD022)."""
+"""Shards that are no multiple of a block of scales, or of a kernel's tiles (MD022)."""
 
 from __future__ import annotations
 
@@ -33,3 +33,12 @@ def take_shard_scales(
 def expand_scales(scales: torch.Tensor, unit: tuple[int, int]) -> torch.Tensor:
     """Return a scale for each weight of a shard [N, K] that is a multiple of `unit`."""
     return scales.repeat_interleave(unit[0], 0).repeat_interleave(unit[1], 1)
+
+
+def pad_to_tiles(weight: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
+    """Return a weight [N, K] with zeros up to whole tiles, which no product of experts shows.
+
+    Gate and up are padded apart: together, up would begin in gate's zeros.
+    """
+    rows, columns = (-size % unit for size, unit in zip(weight.shape, tile, strict=True))
+    return torch.nn.functional.pad(weight, (0, columns, 0, rows))

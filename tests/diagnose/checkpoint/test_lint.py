@@ -13,10 +13,12 @@ from checkpoints_of_tests import Made, block_fp8, compressed, compressed_groups,
 from moedoctor.diagnose.checkpoint import values as checkpoint_values
 from moedoctor.diagnose.checkpoint.checkpoint import read_checkpoint
 from moedoctor.diagnose.checkpoint.checks import scales as scale_checks
+from moedoctor.diagnose.checkpoint.checks import tensors
 from moedoctor.diagnose.checkpoint.findings import CHECKS, Lint
 from moedoctor.diagnose.checkpoint.json_fix import correct
 from moedoctor.diagnose.checkpoint.lint import lint
 from moedoctor.reporters.pages.lint import LintDocument
+from moedoctor.results import Case, Tier
 
 E = "model.layers.1.mlp.experts.2"
 UP, GATE, DOWN = f"{E}.up_proj", f"{E}.gate_proj", f"{E}.down_proj"
@@ -409,7 +411,7 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
         "TP": (config(num_attention_heads=8), {"does_not_tile": "proj"}),
         "gate and up end inside a block": (
             narrow_blocks(112),
-            {"block_shared": "gate_proj"},  # no size of tensor parallelism helps, so none is advised
+            {"block_shared": "gate_proj"},  # no size of tensor parallelism helps: no block of 32 is full
         ),
     },
     lambda: modelopt(3): {
@@ -705,3 +707,19 @@ def test_large_block_scales_are_sampled_and_the_report_says_so(tmp_path, monkeyp
     result, found = checked(made, tmp_path)
     assert found.keys() == {"scale_nan"}, "the last sample ends with the last scale"
     assert result.block_scales_seen == pytest.approx(192 / 512)
+
+
+@pytest.mark.parametrize("width", [64, 96, 160, 192, 320, 448, 576, 704, 1088])
+def test_the_sizes_that_fit_are_those_with_which_the_loader_of_0_33_0_gives_every_weight_its_scale(width):
+    pytest.importorskip("torch")
+    from moedoctor.faults.loading import block_shards_lab
+    from moedoctor.faults.loading.block_shards import BlockShardsParameters
+
+    for tp in tensors.TP_SIZES:
+        loads = False
+        if width % tp == 0:
+            sizes = {"intermediate": width, "tensor_parallel": tp, "hidden": 256, "loader": "0.33.0"}
+            case = Case("MD022", "faulty", Tier.MODEL, sizes)
+            answer = block_shards_lab.model(case, BlockShardsParameters.model_validate(sizes), None)
+            loads = answer["stopped"] is None and answer["wrong"] is None
+        assert tensors._is_split((width, 256), (128, 128), tp) is loads, tp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from moedoctor.diagnose.checkpoint.findings import Lint
@@ -21,6 +22,8 @@ TP_SIZES = tuple(range(1, 9))
 _USUAL = (1, 2, 4, 8)
 _CUT_BY_COLUMNS = ("down_proj", "w2", "o_proj")
 _CUT_BY_ROWS = (*PAIRS, *PAIRS.values())
+_LEAST_BLOCK = 32
+"""The smallest block that vLLM 0.29.0 and later split FP8 blocks into."""
 
 
 def check_parts(checked: Lint) -> None:
@@ -123,12 +126,28 @@ def check_shapes(checked: Lint) -> None:
             value = f"{shape[1]} columns are no multiple of {BLOCK}"
             checked.add("block_incomplete", module.name, weight.shard, value)
         elif up is not None and shape[0] % units[0]:
-            value = f"{shape[0]} rows in units of {units[0]}, and up begins in the same block"
+            sizes = tp_sizes if module.expert is not None and block is not None else ()
+            fits = ", ".join(str(tp) for tp in sizes if _is_split(shape, units, tp)) or "none"
+            value = f"{shape[0]} rows in units of {units[0]}, and up begins in the same block (fits: {fits})"
             checked.add("block_shared", module.name, weight.shard, value)
         elif wrong := _find_untiled(projection, shape, units, tp_sizes):
             checked.add("does_not_tile", module.name, weight.shard, wrong)
     if any(finding.check == "block_shared" for finding in checked.findings):
-        checked.drop("does_not_tile")  # no size helps, so none is advised
+        checked.drop("does_not_tile")  # the sizes that help are others, since the release splits blocks
+
+
+def _is_split(shape: tuple[int, int], units: tuple[int, int], tp: int) -> bool:
+    """Return True if vLLM 0.29.0 to 0.33.0 split the blocks of gate [rows, columns] so that each part fits.
+
+    `refine_fp8_moe_block_shape` chooses the block; the loader repeats the scales and cuts them by ranks. If
+    the last block is not full, the repeated scales of a rank can be more than its parameter has.
+    """
+    rows, part = shape[0], shape[0] // tp
+    unit = math.gcd(*units, part, shape[1])
+    if rows % tp or unit < _LEAST_BLOCK:
+        return False
+    repeated = -(-rows // units[0]) * (units[0] // unit)
+    return repeated // tp == part // unit
 
 
 def _find_untiled(
