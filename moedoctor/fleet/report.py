@@ -179,9 +179,7 @@ class Collector:
                 )
                 for name, row, _, _ in named
             ),
-            groups=grouping.groups,
-            individual=grouping.individual,
-            not_read=grouping.not_read,
+            **vars(grouping),
             outliers=find_outliers(members),
             bits=parity.judge(bits) if bits else None,
             findings=tuple(NodesWithFinding(*item) for item in sorted(found.items())),
