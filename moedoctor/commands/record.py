@@ -96,8 +96,7 @@ def record(
 
     def watch() -> None:
         nonlocal explained
-        if dumps is None:
-            return
+        assert dumps is not None
         dumps.limit()
         if not explained and dumps.is_outlived():
             explained = True
