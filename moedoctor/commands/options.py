@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import pkgutil
 import re
 import sys
@@ -370,7 +369,7 @@ def deliver_report(
         text, problem = to_json(report), 3 if catalogue.is_ours(reporter) else 2
     emit(text, output, summarize(report))
     if format == "github":
-        append_step_summary(step_summary(report), os.environ)
+        append_step_summary(step_summary(report))
     return text, problem
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +92,7 @@ def deliver_document(
         text = write(mask(find(document, summary)))
         if format == "github":
             answered = report_answer(page, written, found)
-            append_step_summary(make_digest(mask(page), mask(answered)), os.environ)
+            append_step_summary(make_digest(mask(page), mask(answered)))
     else:
         from moedoctor.reporters.table import to_text
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from moedoctor.processes import files
@@ -42,9 +42,9 @@ def emit(text: str, path: Path | None, summary: str) -> None:
     sys.stdout.flush()
 
 
-def append_step_summary(markdown: str, environ: Mapping[str, str]) -> None:
+def append_step_summary(markdown: str) -> None:
     """Add `markdown` to the summary page of a GitHub Actions step, if there is one."""
-    if target := environ.get("GITHUB_STEP_SUMMARY"):
+    if target := os.environ.get("GITHUB_STEP_SUMMARY"):
         try:
             files.append(Path(target), markdown + "\n")
         except OutputError as error:
