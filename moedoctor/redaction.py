@@ -1,7 +1,7 @@
 """Keeps names, addresses, paths and secrets of people and machines out of everything that gets published.
 
-`Redactor.text` masks a text. `Redactor.record` masks every text in a record; it is called where a report is
-made, so that all formats profit. `Redactor.setting` masks the value of an environment variable.
+`Redactor.mask` masks a text. `Redactor.record` masks every text in a record; it is called where a report is
+made, so that all formats profit. `Redactor.mask_setting` masks the value of an environment variable.
 
 A text is searched twice. The first search finds what has a name (``password=``, ``Authorization:``), the
 second what has a shape (an address, a token, a URL, a home folder). No part of a pattern can match the same
@@ -315,11 +315,8 @@ def _mask_url(url: str) -> str:
     if not public or ("@" in host and not host.startswith("git@")):
         return f"{scheme}://{HIDDEN}"
     rest = _URL_SECRET.sub(lambda match: f"{match[1] or match[2]}{HIDDEN}", rest[len(host) :])
-    return f"{scheme}://{host}{_IN_URL.sub(_mask_in_url, rest)}"
-
-
-def _mask_in_url(match: re.Match[str]) -> str:
-    return match[0] if match["mail"] and _NO_MAIL.match(match[0]) else HIDDEN
+    rest = _IN_URL.sub(lambda match: match[0] if match["mail"] and _NO_MAIL.match(match[0]) else HIDDEN, rest)
+    return f"{scheme}://{host}{rest}"
 
 
 def _is_version(found: str, before: str, after: str) -> bool:
