@@ -36,7 +36,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--moedoctor",
         action="store_true",
-        default=False,
         help="run moedoctor's scenarios (.yaml) in the given files and folders as tests",
     )
     for option, kind in _ASKED.items():
