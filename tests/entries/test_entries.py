@@ -23,7 +23,6 @@ WITHOUT_SCENARIO = {
     "default_moe_config",
     "draft_backend",
     "eplb_refused",
-    "expert_lora",
     "foreign_kernel",
     "repack_memory",
     "triton_kernels_version",
