@@ -196,7 +196,10 @@ def backends(
     selection, findings = selections[0], (*findings, *unconsidered)
     if alone:
         findings += _find_switch(selection)
-        notes += (*_list_assumptions(selection, here=here or bool(heard)), *_list_failures(selection))
+        notes += (
+            *_list_assumptions(selection, here=here or bool(heard)),
+            *_list_failures(selection, variables),
+        )
     shared: dict[str, Any] = {
         "request": asked,
         "settings": _mask_findings(findings, variables, environ),
@@ -308,18 +311,20 @@ def _find_switch(selection: Selection) -> tuple[SettingFinding, ...]:
     return (SettingFinding("model_type", "not_considered", message, None, source, True),)
 
 
-def _list_failures(selection: Selection) -> tuple[str, ...]:
-    """Return a note if the selected backend is known to fail on this GPU in this release: MD031."""
+def _list_failures(selection: Selection, variables: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a note if DeepGEMM fails on this GPU in this release, for experts or beside them: MD031."""
     from packaging.version import Version
 
     from moedoctor.entries import load_entries
 
     entry, release = load_entries()["MD031"], Version(selection.release)
+    beside = selection.scheme == "fp8-block" and variables.get("VLLM_USE_DEEP_GEMM") != "0"
     on_12 = selection.capability.partition(".")[0] == "12"
-    if not on_12 or "DEEPGEMM" not in (selection.chosen or ""):
+    if not on_12 or not ("DEEPGEMM" in (selection.chosen or "") or beside):
         return ()
     struck = any(Version(part.first) <= release <= Version(part.last) for part in entry.releases)
-    return (f"MD031: {entry.affects[0].why}; {entry.next}",) if struck else ()
+    also = "; layers without experts take it too, whatever --moe-backend is" if beside else ""
+    return (f"MD031: {entry.affects[0].why}{also}; {entry.next}",) if struck else ()
 
 
 def _ask(

@@ -368,5 +368,9 @@ def test_the_activation_comes_from_the_checkpoint_or_is_said_to_be_assumed(
     [("0.24.0", "12.0", True), ("0.27.1", "12.1", True), ("0.28.0", "12.0", False), ("0.24.0", "9.0", False)],
 )
 def test_a_deepgemm_without_kernels_for_the_gpu_is_named(release, sm, named, capsys):
-    text = answer(capsys, sm=sm, scheme="fp8-block", release=release)[1]
-    assert ("MD031: this vLLM selects DeepGEMM" in text) is named
+    command = ["vllm", "serve", "m", "--moe-backend", "triton"]  # other layers have blocks, too
+    for more in ({}, {"command": command}):
+        text = answer(capsys, sm=sm, scheme="fp8-block", release=release, **more)[1]
+        assert ("MD031: this vLLM selects DeepGEMM" in text) is named
+    more = {"sm": sm, "scheme": "fp8-block", "release": release}
+    assert "MD031" not in answer(capsys, {"VLLM_USE_DEEP_GEMM": "0"}, **more)[1]
