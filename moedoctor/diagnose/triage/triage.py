@@ -407,9 +407,11 @@ class _Reader:
         return any(name in self.lines for name in names)
 
     def _note_denial(self, signature: Signature) -> None:
-        """Note a near miss if the text has what shows a failure, and does not say that it happened here."""
+        """Note a near miss if the text has ground for a failure, and does not say that it happened here."""
         denied = [self.lines[f"no {name}"][0] for name in signature.shows if f"no {name}" in self.lines]
-        if denied and all(map(self._is_any_here, signature.needs)):
+        around = tuple(name for group in (*signature.near, *signature.anywhere) for name in group)
+        groups = (*signature.needs, *((around,) if around else ()))  # what is denied, too, is spoken of
+        if denied and all(self._is_any_here((*names, *map("no {}".format, names))) for names in groups):
             self.misses.setdefault(
                 signature.id, NearMiss(signature.id, denied[0], "the text does not say that it happened here")
             )
