@@ -132,13 +132,20 @@ class Advice:
             steps = [line for line in steps if not load_lines()["gpu_step"].search(line)]
         compared = "regression" in self.clues and any(self._compare_backends())
         chosen = () if compared else self.name_backend(cause)
-        yield from (*steps[:-1], *chosen, *self._list_optional(cause.kind, steps), *steps[-1:])
-        if self.facts.vllm and cause.kind in _RELEASE_DECIDES:
-            used, newest = max(self.facts.vllm), [*load_releases()][-1]
-            newer = read_boundary(self._release or newest) == used < read_boundary(newest)
-            row = "old" if used < OLDEST else "newer" if newer else None
-            says = load_data("facts.yaml")["says"]
-            yield from [self.fit(says[row].format(used=show(used), newest=newest))] if row else ()
+        upgrade, is_old = self._compare_to_known(cause.kind)
+        steps = [*steps[:-1], *chosen, *self._list_optional(cause.kind, steps), *steps[-1:]]
+        yield from (*upgrade, *steps) if is_old else (*steps, *upgrade)
+
+    def _compare_to_known(self, kind: str) -> tuple[tuple[str, ...], bool]:
+        """Return what another release may do for errors of a class, and True if that comes first."""
+        if not self.facts.vllm or kind not in _RELEASE_DECIDES:
+            return (), False
+        used, newest = max(self.facts.vllm), [*load_releases()][-1]
+        newer = read_boundary(self._release or newest) == used < read_boundary(newest)
+        row = "old" if used < OLDEST else "newer" if newer else None
+        says = load_data("facts.yaml")["says"]
+        lines = (self.fit(says[row].format(used=show(used), newest=newest)),) if row else ()
+        return lines, row == "old"
 
     def _list_optional(self, kind: str, steps: Sequence[str]) -> Iterator[str]:
         """Yield what the text sets and a server does without, but for what its steps name."""
