@@ -68,7 +68,8 @@ class Variant:
             )
         words = shlex.split(rest)
         count = next((place for place, word in enumerate(words) if not _ASSIGNMENT.match(word)), len(words))
-        flags = words[count:]
+        pairs = (word.split("=", 1) if word.startswith("--model=") else [word] for word in words[count:])
+        flags = [part for pair in pairs for part in pair]
         if flags and not flags[0].startswith("--"):
             raise ValueError(f"{flags[0]!r} is neither VARIABLE=VALUE nor a flag such as --enforce-eager")
         return cls(name, dict(word.split("=", 1) for word in words[:count]), tuple(flags))

@@ -323,7 +323,7 @@ def _list_failures(selection: Selection, variables: Mapping[str, str]) -> tuple[
     if not on_12 or not ("DEEPGEMM" in (selection.chosen or "") or beside):
         return ()
     struck = any(Version(part.first) <= release <= Version(part.last) for part in entry.releases)
-    also = "; layers without experts take it too, whatever --moe-backend is" if beside else ""
+    also = "; layers without experts take it too, unless --linear-backend names another" if beside else ""
     return (f"MD031: {entry.affects[0].why}{also}; {entry.next}",) if struck else ()
 
 

@@ -161,7 +161,7 @@ def measure(plan: engines.Plan) -> Bench:
 
 def _add_planned_peak(row: EngineRow, model: Path) -> EngineRow:
     """Return the row with the peak that `plan` computes for `model` and the backend, if it was measured."""
-    if row.load_peak_bytes is None or not row.moe_backend or "--model" in row.settings:
+    if row.load_peak_bytes is None or not row.moe_backend or "--model " in row.settings:
         return row
     with contextlib.suppress(ConfigError, PlanError):
         scheme, _ = find_expert_scheme(model / "config.json")

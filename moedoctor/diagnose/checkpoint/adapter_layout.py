@@ -49,7 +49,8 @@ def convert_adapter(
     """Return an adapter whose modules of experts have this layout; other modules stay.
 
     What is missing of a module becomes zeros, which change nothing. Stacked, gate and up get the rank 2r,
-    since each has an A of its own: --max-lora-rank must allow it.
+    since each has an A of its own: --max-lora-rank must allow it, and r and lora_alpha of adapter_config.json
+    stay, which give the scale. Raises ValueError for more experts, and for an A or B without the other.
     """
     import torch
 
@@ -57,6 +58,8 @@ def convert_adapter(
         name: t for name, t in tensors.items() if not (_EACH.fullmatch(name) or _STACKED.fullmatch(name))
     }
     for module, given in split_experts(tensors, experts).items():
+        if max(expert for expert, _ in given) >= experts or any(len(pair) != 2 for pair in given.values()):
+            raise ValueError(f"{module}: expected A and B of at most {experts} experts")
         (_, part), (a, b) = next(iter(given.items()))
         hidden, width = (len(b), a.shape[1]) if part == "down" else (a.shape[1], len(b))
         pairs = {}
@@ -66,7 +69,9 @@ def convert_adapter(
         if layout == "each":
             for (expert, part), pair in pairs.items():
                 for side, tensor in zip("AB", pair, strict=True):
-                    converted[f"{module}.{expert}.{part}_proj.lora_{side}.weight"] = tensor.contiguous()
+                    converted[f"{module}.{expert}.{part}_proj.lora_{side}.weight"] = (
+                        tensor.contiguous().clone()
+                    )
             continue
         for place, parts in ((f"{module}.base_layer", ("gate", "up")), (module, ("down",))):
             shared = [[pairs[expert, part] for part in parts] for expert in range(experts)]

@@ -20,6 +20,7 @@ def test_layouts_are_converted_into_each_other(experts: int, rank: int, lost: st
     stacked = convert_adapter(each, "stacked", experts)
     again = convert_adapter(stacked, "each", experts)
     assert [len(tensors) for tensors in (stacked, again)] == [5, 6 * experts + 1]
+    assert len({each.data_ptr() for each in again.values()}) == len(again), "safetensors shares nothing"
     meant = compute_changes(each, parameters)
     for tensors in (stacked, again):
         assert all(map(torch.allclose, compute_changes(tensors, parameters).values(), meant.values()))

@@ -107,6 +107,7 @@ def check_shapes(checked: Lint) -> None:
     heads = find_whole_number(find_text_config(checked.checkpoint.config.value), "num_attention_heads")
     tp_sizes = [tp for tp in TP_SIZES if (heads % tp == 0 if heads else tp in _USUAL)]
     checked_shapes: set[tuple[str, str, tuple[int, int]]] = set()
+    untiled = []
     for module in checked.modules.values():
         shape, weight, kind = module.shape, module.weight, module.kind
         if shape is None or weight is None or kind is None or (module.expert is None and kind == "none"):
@@ -128,12 +129,16 @@ def check_shapes(checked: Lint) -> None:
         elif up is not None and shape[0] % units[0]:
             sizes = tp_sizes if module.expert is not None and block is not None else ()
             fits = ", ".join(str(tp) for tp in sizes if _is_split(shape, units, tp)) or "none"
-            value = f"{shape[0]} rows in units of {units[0]}, and up begins in the same block (fits: {fits})"
+            value = (
+                f"{shape[0]} rows in units of {units[0]}, up begins in the same block (experts fit: {fits})"
+            )
             checked.add("block_shared", module.name, weight.shard, value)
         elif wrong := _find_untiled(projection, shape, units, tp_sizes):
-            checked.add("does_not_tile", module.name, weight.shard, wrong)
-    if any(finding.check == "block_shared" for finding in checked.findings):
-        checked.drop("does_not_tile")  # the sizes that help are others, since the release splits blocks
+            untiled.append((module.expert, (module.name, weight.shard, wrong)))
+    shared = any(finding.check == "block_shared" for finding in checked.findings)
+    for expert, place in untiled:
+        if expert is None or not shared:  # other sizes help experts, whose blocks the release splits
+            checked.add("does_not_tile", *place)
 
 
 def _is_split(shape: tuple[int, int], units: tuple[int, int], tp: int) -> bool:
