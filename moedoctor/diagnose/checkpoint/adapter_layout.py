@@ -69,9 +69,8 @@ def convert_adapter(
         if layout == "each":
             for (expert, part), pair in pairs.items():
                 for side, tensor in zip("AB", pair, strict=True):
-                    converted[f"{module}.{expert}.{part}_proj.lora_{side}.weight"] = (
-                        tensor.contiguous().clone()
-                    )
+                    name = f"{module}.{expert}.{part}_proj.lora_{side}.weight"
+                    converted[name] = tensor.contiguous().clone()
             continue
         for place, parts in ((f"{module}.base_layer", ("gate", "up")), (module, ("down",))):
             shared = [[pairs[expert, part] for part in parts] for expert in range(experts)]

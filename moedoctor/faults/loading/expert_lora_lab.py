@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from moedoctor.diagnose.checkpoint.adapter_layout import Layout, convert_adapter, split_experts
+from moedoctor.diagnose.preflight.checkpoint_load import make_adapter_flags
 from moedoctor.faults.loading.expert_lora import ExpertLoraParameters
 from moedoctor.faults.loading.loading_lab import ask_installed
 from moedoctor.reference.checkpoints import Tensors
@@ -44,18 +45,14 @@ def model(case: Case, parameters: ExpertLoraParameters, release: object) -> Evid
 
 def library(case: Case, parameters: ExpertLoraParameters, release: object) -> Evidence:
     """Ask the installed vLLM to apply the adapter, which changes the attention, too."""
-    from moedoctor.diagnose.preflight.checkpoint_load import make_adapter_flags
-
     settings = {"peft_type": "LORA", "r": parameters.rank, "lora_alpha": 8, "target_modules": ["q_proj"]}
     tensors = make_adapter(parameters)
     tensors[f"{_LAYER}self_attn.q_proj.lora_A.weight"] = torch.zeros(parameters.rank, parameters.hidden)
     tensors[f"{_LAYER}self_attn.q_proj.lora_B.weight"] = torch.zeros(parameters.hidden, parameters.rank)
     sizes = parameters.model_dump(include={"hidden", "intermediate", "experts", "seed"})
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
-        save_file(
-            {key: t.bfloat16().contiguous() for key, t in tensors.items()},
-            f"{name}/adapter_model.safetensors",
-        )
+        held = {key: tensor.bfloat16().contiguous() for key, tensor in tensors.items()}
+        save_file(held, f"{name}/adapter_model.safetensors")
         Path(name, "adapter_config.json").write_text(json.dumps({**settings, "bias": "none"}))
         return ask_installed("bf16", None, *make_adapter_flags(Path(name)), layers=1, **sizes)
 
@@ -74,9 +71,13 @@ def make_adapter(parameters: ExpertLoraParameters) -> Tensors:
             inputs, outputs = (width, hidden) if part == "down" else (hidden, width)
             each[f"{_MODULE}.{expert}.{part}_proj.lora_A.weight"] = draw(rank, inputs)  # [r, inputs]
             each[f"{_MODULE}.{expert}.{part}_proj.lora_B.weight"] = draw(outputs, rank)  # [outputs, r]
-    stacked = convert_adapter(each, "stacked", parameters.experts)
+    columns = rank * parameters.experts  # as PEFT writes it: gate and up share A
+    up = f"{_MODULE}.base_layer"
+    stacked = {f"{up}.lora_A.weight": draw(columns, hidden), f"{up}.lora_B.weight": draw(2 * width, columns)}
     if parameters.mistake == "gate_and_up_alone":
-        return {name: tensor for name, tensor in stacked.items() if "base_layer" in name}
+        return stacked
+    down = {"lora_A.weight": draw(columns, width), "lora_B.weight": draw(hidden, columns)}
+    stacked |= {f"{_MODULE}.{name}": tensor for name, tensor in down.items()}
     if parameters.mistake == "other_layout":
         return stacked if parameters.reads == "each" else each
     lost = ".1." if parameters.mistake == "missing_expert" else ".up_proj."
